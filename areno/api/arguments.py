@@ -162,9 +162,10 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise UsageError if a row with log-probs has no temperature, and the trainer has sampled at another temperature than 1.
+    """Raise UsageError if rows lack their sampling temperature, and the default temperature of 1 may be wrong.
 
-    ``sampled_at`` contains all temperatures at which the trainer has sampled.
+    A row needs a temperature if it has log-probs. The default may be wrong if the trainer has sampled at a temperature other
+    than 1. ``sampled_at`` contains all temperatures at which the trainer has sampled.
     """
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:

@@ -131,9 +131,11 @@ def iter_prompt_batches(
 ) -> Iterator[PromptBatch]:
     """Encode the prompts of rows, and yield the prompts in batches.
 
-    Rows whose prompts are too long are skipped and counted. The last batch may be smaller; no batch is empty. The field
-    ``scanned`` of a batch is the number of rows read for the batch, including the skipped rows that directly follow it. To
-    resume after a batch, increase ``start`` by the sum of ``scanned`` over all batches so far.
+    Rows whose prompts are too long are skipped and counted. The last batch may be smaller; no batch is empty.
+
+    The field ``scanned`` of a batch counts the rows in the batch and the skipped rows between them. It also counts the
+    skipped rows after the last row of the batch, up to the first row of the next batch. Skipped rows at the very beginning
+    count for the first batch. To resume after a batch, increase ``start`` by the sum of ``scanned`` over all batches so far.
 
     Args:
         batch_size: number of rows per batch, without skipped rows.

@@ -267,7 +267,11 @@ class _EvalTotals:
         }
 
     def _pass_at_k(self) -> dict[str, float]:
-        """Return the mean of pass@k over the prompts with at least k scored answers. Omits k if there is no such prompt."""
+        """Return one metric ``pass@k`` for each k of :func:`reported_ks`.
+
+        The metric is the mean over the prompts with at least k scored answers. If there is no such prompt for a k, the result
+        has no entry ``pass@k``.
+        """
         metrics = {}
         for k in reported_ks(self.n_samples):
             values = [pass_at_k(n, correct, k) for n, correct in self.outcomes if n >= k]

@@ -1,4 +1,4 @@
-"""Samples (completions, agent runs or rows of workflows), and the records that reward functions receive."""
+"""Samples of training and evaluation, and the records that reward functions receive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from areno.types import (
 
 @dataclass(slots=True)
 class Sample:
-    """One completion, agent run, or row of a workflow, in training or in an evaluation."""
+    """One sample of training or of an evaluation.
+
+    A sample is a completion, an agent run, or one row of the trajectory that a workflow returned.
+    """
 
     item: PromptItem
     prompt_index: int

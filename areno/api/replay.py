@@ -39,24 +39,32 @@ class ReplayTrainer(RolloutTrainer):
     def prepare(self) -> None:
         """Create the objective, and set the current step to the step in which the rows were recorded.
 
-        The checkpoint with the initial weights may be from an earlier step.
+        The weights come from the newest checkpoint before this step, or from the initial model. They may therefore be older
+        than the weights with which the run trained this step.
         """
         self.prepare_updates()
         self.state.step = self.replay.step
         self._stats: dict[str, float] = {}
 
     def total_steps(self) -> int:
-        """Return the step at which the replay ends: the recorded step plus the number of updates."""
+        """Return the step number at which the replay ends.
+
+        This is the step in which the rows were recorded, plus the number of updates to run.
+        """
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Yield one training step per update of the replay. All updates use the same recorded rows."""
+        """Yield one training step for each update that the replay runs. All updates use the same recorded rows."""
         rows, state = self.replay.saved.rows, self.state
         for step in range(self.replay.step, self.total_steps()):
             yield PlannedStep(rows, StepInfo(state.epoch, state.epoch_step, step, 2**62, 2**62), state.position)
 
     def run_step(self, batch: Any) -> StepOutcome:
-        """Run one update. The first update also adds the missing loss inputs to the recorded rows."""
+        """Run one update on the recorded rows.
+
+        Before the first update of the replay, the rows get the loss inputs that were not recorded or must be recomputed, such
+        as reference log-probs.
+        """
         timings: dict[str, float] = {}
         if self.state.step == self.replay.step:
             self._stats = self._timed("advantage", timings, self._prepared, batch)

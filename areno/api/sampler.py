@@ -128,7 +128,7 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
-        """Release the models. May be called inside a session, and more than once."""
+        """Release the models. May be called while a rollout session is open, and more than once."""
         self._closed, self._depth = True, 0
         if self._backend is not None:
             self._backend.close()
@@ -158,7 +158,11 @@ class Sampler:
         self._depth += 1
 
     def end_rollout_session(self) -> None:
-        """Close a rollout session. Closing the outermost session aborts pending requests. Has no effect after :meth:`close`."""
+        """Close the rollout session that was opened last.
+
+        Sessions can be nested. If no other session is open, generation ends, and pending requests are aborted. Has no effect
+        after :meth:`close`.
+        """
         if self._closed:
             return
         if self._depth == 0:

@@ -1,4 +1,4 @@
-"""Evaluates a model on an OpenAI-compatible server with a reward function."""
+"""Evaluates a model that runs on an OpenAI-compatible server. A reward function scores the answers."""
 
 from __future__ import annotations
 

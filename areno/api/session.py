@@ -72,8 +72,9 @@ class RolloutSession:
         return self.agent_context.base_url
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the endpoint's URL. If ``item`` is a task, the URL includes the API key of this task.
+        """Return the URL of the session's OpenAI-compatible endpoint.
 
+        If ``item`` is a task, the URL contains the API key of this task. If ``item`` is None, the URL contains no key.
         See :meth:`areno.api.agentic.AgentContext.get_base_url`.
         """
         return self.agent_context.get_base_url(item)
@@ -99,7 +100,8 @@ class RolloutSession:
             trajectories: turns, trajectories, or nested lists of turns and trajectories.
 
         Returns:
-            One sample per task, ordered by prompt index and sample index.
+            One sample for each task (:class:`areno.api.agentic.AgentItem`) that has turns, ordered by ``prompt_index`` and
+            ``sample_index``.
 
         Raises:
             ValueError: a response is from another session.

@@ -99,7 +99,7 @@ class Trainer(Sampler):
         Args:
             sampling_params: default sampling parameters.
             loss_mask_policy: selection of an agent's tokens to train on.
-            max_running_prompts: maximum number of sequences decoded concurrently.
+            max_running_prompts: maximum number of sequences (not prompts) decoded concurrently.
             timeout_s: timeout of each request of an agent, in seconds.
             proxy: whether to run an OpenAI-compatible server for agents. Pass the session to an agent as its ``ctx``.
             seed: seed of the agents' sampling; None derives a seed deterministically.
@@ -208,8 +208,8 @@ class Trainer(Sampler):
             micro_bs: number of rows per forward pass.
 
         Returns:
-            For each row, one value per token. Entry i is the value after tokens 0 to i, so the baseline of token i is
-            entry i - 1.
+            For each row, one value per token. Entry i is the value after token i. The advantage of a response token i uses
+            the value before this token, which is entry i - 1.
 
         Raises:
             EngineError: no loaded role has this name, or the role is a policy.
@@ -256,8 +256,8 @@ class Trainer(Sampler):
             value_loss_coef: factor of the loss.
 
         Returns:
-            Scalar statistics, without the step's times. The call of :meth:`train` or :meth:`finish_step` that ends the
-            step returns the times.
+            Scalar statistics, without the step's times. The next call of :meth:`train` or :meth:`finish_step` ends the
+            step, and returns the times of rollout and training.
 
         Raises:
             EngineError: no loaded role has this name, or the role is frozen.
@@ -308,7 +308,7 @@ class Trainer(Sampler):
             sampling_params: sampling parameters, usually ``SamplingParams(greedy=True, ...)`` if ``n_samples`` is 1.
             n_samples: number of answers per prompt; ``pass@k`` is reported for k up to this number.
             max_prompt_tokens: maximum number of tokens of a prompt. Longer prompts are skipped and counted.
-            max_running_prompts: maximum number of sequences decoded concurrently.
+            max_running_prompts: maximum number of answers (not prompts) decoded concurrently.
 
         Returns:
             The metrics of :func:`areno.api.evaluation.evaluate_prompts`: ``rewards_mean``, ``accuracy``, ``pass@1``,
@@ -357,7 +357,10 @@ class Trainer(Sampler):
         return str(path)
 
     def close(self) -> None:
-        """Release the models and close the metrics writer. May be called inside a session, and more than once."""
+        """Release the models and close the metrics writer.
+
+        May be called while a rollout session is open, and more than once.
+        """
         super().close()
         if self._events is not None:
             self._events.close()

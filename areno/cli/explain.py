@@ -103,7 +103,11 @@ def _field(label: str, text: str, width: int) -> list[str]:
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """Return the first of these names that is recorded: the query (such as NAME/max), the metric, and the metric's mean."""
+    """Return the name under which a run has recorded the metric ``one``; None if the run has not recorded the metric.
+
+    The function tries these names in order: ``query`` if it begins with the name of the metric (as ``NAME/max`` does), the
+    name of the metric, and the name of its mean (``NAME/avg``).
+    """
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 

@@ -48,10 +48,13 @@ _READ_BY_TRAINER = {
 class AlgorithmSpec:
     """Declaration of an algorithm; see docs/algorithms.md#your-own.
 
-    If the loss function has a parameter ``knobs``, this parameter receives an instance of ``options``. A loss parameter with
-    the name of an option receives the option's value. The option may be declared in ``options``, listed in ``uses``, or a
-    built-in option of this algorithm. If the name of a built-in option starts with the algorithm's name, the parameter's name
-    omits this prefix: the parameter ``clip_eps`` of GRPO's loss receives ``grpo_clip_eps``.
+    If a parameter of the loss function has the name of an option, the parameter receives the option's value. This applies to
+    the options that ``options`` declares, to those that ``uses`` lists, and to areno's built-in options of this algorithm. If
+    the name of a built-in option starts with the algorithm's name, the parameter's name omits this prefix: the parameter
+    ``clip_eps`` of GRPO's loss receives ``grpo_clip_eps``.
+
+    The attribute ``options`` is a dataclass. If the loss function has a parameter ``knobs``, this parameter receives an
+    instance of this dataclass with the run's values.
 
     Attributes:
         name: registry name, lower-case.
@@ -174,7 +177,10 @@ class AlgorithmSpec:
 
 
 def _sections(declaration: type) -> dict[str, type]:
-    """Return the dataclass ``Section`` for each field annotated ``Section | None``, by the name of the field."""
+    """Return the dataclasses of the optional sections of ``declaration``, by field name.
+
+    A field is an optional section if its annotation is ``X | None``, where ``X`` is a dataclass.
+    """
     hints = typing.get_type_hints(declaration)
     classes = {
         e.name: [cls for cls in typing.get_args(hints[e.name]) if is_dataclass(cls)] for e in fields(declaration)

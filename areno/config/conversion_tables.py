@@ -25,9 +25,9 @@ class Rule:
     Attributes:
         option: the equivalent option; empty if no single option is equivalent.
         note: explanation for a setting or a value without an equivalent option.
-        value: function that receives the setting's value and all settings, and returns the option's value. True means that
-            the option takes no value. An empty text means that no option is needed. None means that the value has no
-            equivalent.
+        value: function that receives the setting's value and all settings, and returns the option's value. It returns True
+            if the option is a flag without a value, an empty text if no option is needed, and None if the setting's value
+            has no equivalent.
         together: whether the setting determines options only in combination with other settings.
         known: values that are converted; empty means all.
         many: whether the items of a list are converted one by one.
@@ -272,7 +272,7 @@ TRL: dict[str, Rule] = {
 }
 
 OF_GRPO = {"lora_dropout": replace(TRL["lora_dropout"], value=_no_dropout)}
-"""Rules of TRL's table that differ for GRPO."""
+"""Rules for settings of TRL's GRPO trainer. Each rule replaces the rule with the same key in the table ``TRL``."""
 
 ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VERL: dict[str, Rule] = {

@@ -42,9 +42,10 @@ _LOCAL_MODEL_ONLY = (
 
 
 def option_from(declaration: type, name: str, **changes: Any) -> Any:
-    """Copy the option ``name`` of the dataclass ``declaration``, and make the copy valid for all algorithms.
+    """Copy the option ``name`` of the dataclass ``declaration``, for use in another dataclass of options.
 
-    ``changes`` contains new metadata or a new default for the copy.
+    If the original is only for some training algorithms, the copy does not have this restriction. ``changes`` contains
+    new metadata or a new default for the copy.
     """
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes

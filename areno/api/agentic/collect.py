@@ -62,13 +62,13 @@ class AgentCall:
 
     @property
     def patience_s(self) -> float:
-        """Remaining time to wait for the call, in seconds."""
+        """Remaining time to wait for the agent to return, in seconds. Includes a grace period after the timeout."""
         return max(0.0, self._deadline + GRACE_S - time.monotonic())
 
     def end(self) -> None:
-        """End the call, and cancel an async agent that is still running.
+        """End this call of the agent, and revoke the API keys of the call. An async agent that is still running is cancelled.
 
-        The thread of a sync agent continues in the background.
+        A sync agent cannot be cancelled, so its thread continues in the background.
         """
         self.context.close()
         if not self.done.done():

@@ -32,9 +32,10 @@ class AgentContext:
         return self.get_base_url()
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """Return the endpoint's URL. If ``item`` is set, the URL contains the API key of this item.
+        """Return the URL of the OpenAI-compatible endpoint.
 
-        A URL with a key is for programs that cannot set an API key.
+        If ``item`` is a task, the URL contains the API key of this task. If ``item`` is None, the URL contains no key. A URL
+        with a key is for programs that cannot set an API key.
         """
         return self._shared.base_url if item is None else self._session_of(item).keyed_url
 
@@ -48,12 +49,16 @@ class AgentContext:
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
         """Return the completed responses to requests with a task's key or base URL, in order.
 
-        An agent can return this trajectory if its client streams or hides the server's responses.
+        An agent normally returns the server's responses as turns. If the agent cannot access complete responses, for example
+        because its client library streams them or returns only their text, the agent can return this trajectory instead.
         """
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).recorder.turns)])
 
     def turn(self, turn_id: str | None, item: AgentItem) -> Turn:
-        """Return a recorded turn by its id. Raises ValueError if the turn belongs to another task or call."""
+        """Return a recorded turn by its id.
+
+        Raises ValueError if the turn belongs to a task other than ``item``, or was not recorded during this agent call.
+        """
         with self._lock:
             sessions = [(item.place, self._shared), *self._own.items()]
         for place, session in sessions:

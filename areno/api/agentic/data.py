@@ -29,7 +29,9 @@ class AgentItem:
 
 @dataclass(frozen=True, slots=True)
 class AgentBatch:
-    """The prompts of one step, with ``n_samples`` tasks per prompt. ``len()`` is the number of tasks.
+    """The prompts of one step. The agent gets each prompt ``n_samples`` times, as separate tasks. Each task yields one sample.
+
+    ``len()`` is the number of tasks.
 
     Raises ValueError if ``records``, ``prompts`` and ``input_tokens`` differ in length, or if ``n_samples`` is below 1.
     """
@@ -71,7 +73,8 @@ class AgentBatch:
 class _TaskSubset(AgentBatch):
     """A batch with some tasks of another batch.
 
-    Each task counts as a prompt with one sample, but keeps its ``prompt_index`` and ``sample_index``.
+    ``prompts`` has one entry per task, and ``n_samples`` is 1. The tasks keep the ``prompt_index`` and ``sample_index`` that
+    they have in the other batch.
     """
 
     __slots__ = ("_items",)

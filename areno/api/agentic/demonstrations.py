@@ -21,7 +21,15 @@ Expert = Callable[[Any], Message]
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A demonstration task: ``make`` creates the environment, and ``draw`` creates a record from a ``random.Random``."""
+    """A task to demonstrate, with an expert that solves it.
+
+    Attributes:
+        make: function that creates the environment of a conversation.
+        draw: function that receives a random generator and returns a random data row. The row is passed to
+            ``Environment.reset``.
+        expert: function that gives the answers.
+        max_turns: maximum number of answers per conversation.
+    """
 
     make: Callable[[], Environment]
     draw: Callable[[random.Random], Mapping[str, Any]]

@@ -41,11 +41,11 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """A problem that occurs when a chat template renders a message after an answer.
+    """A problem with a chat template. It occurs when another message follows an answer of the model.
 
     Attributes:
         kind: kind of the problem.
-        step: type of the message.
+        step: type of the message that follows the answer.
         thinking: whether the answer has reasoning.
     """
 
@@ -66,7 +66,8 @@ class TemplateFinding:
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
     """Return the problems of a tokenizer's chat template in multi-turn conversations.
 
-    The list is empty if the template only appends text when a message is added to a conversation.
+    The function adds a message to sample conversations. The list is empty if the template accepts this message, leaves the
+    text of earlier messages unchanged, and ends answers with the model's end-of-turn token.
     """
     findings = []
     for thinking in (False, True):

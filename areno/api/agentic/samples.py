@@ -94,7 +94,10 @@ def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micr
 
 
 def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokenizer: Any) -> Turn:
-    """Build a turn from a response that the agent sampled with the trainer, not with the server."""
+    """Build a turn from response tokens that did not come from the session's server.
+
+    The agent has generated these tokens with a method of the trainer, such as ``rollout_batch``, so ``turn.response`` is None.
+    """
     messages = [dict(message) for message in turn.messages]
     rendered = render_generation_prompt(tokenizer, messages, tools=turn.tools or None)
     logprobs = turn.response_logprobs

@@ -27,7 +27,7 @@ class ArenoConfig:
             ``dtype``, ``trust_remote_code``, ``trains`` and ``stall_timeout_s``. ``trains`` is ``policy``, ``reward``
             (to train a sequence classifier) or ``nothing`` (inference only). With several ranks, a rank that makes no
             progress for ``stall_timeout_s`` seconds (by default 600) counts as failed.
-        max_running_prompts: maximum number of sequences decoded concurrently.
+        max_running_prompts: maximum number of sequences (not prompts) decoded concurrently.
         decode_progress_interval_s: seconds between log lines about the progress of decoding; 0 disables these lines.
         lora: settings of a LoRA adapter, which is trained instead of the weights. Keys are fields of
             :class:`areno.engine.model.adapter.AdapterOptions`: ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``,

@@ -1,4 +1,7 @@
-"""Base class of the trainers of ``areno train``. It iterates over the dataset for one or more epochs, and trains on rows.
+"""Base class of the trainers of ``areno train``.
+
+The class iterates over the dataset for one or more epochs. In each step, a trainer converts one batch of the dataset to
+training rows (:class:`~areno.types.TrainSequence`), and trains the model on these rows.
 
 A trainer class is called as ``cls(config, *, instance, dataset, reward_fn, loss_fn)`` and has a method ``fit()``.
 """
@@ -191,7 +194,10 @@ class DatasetTrainer(TrainingLoop):
             epoch_step = position = 0
 
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Train on rows with the run's loss and batch sizes. The first stop signal does not interrupt the update."""
+        """Train on rows with the run's loss and batch sizes.
+
+        A stop signal, such as SIGINT, does not interrupt the update. A second stop signal aborts it.
+        """
         self._updating = True  # until the step is complete, the weights cannot be saved
         with self.timed("train_step"):
             return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)

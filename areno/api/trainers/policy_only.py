@@ -44,7 +44,10 @@ class PolicyOnlyTrainer(RolloutTrainer):
         return RewardShaping(reward_clip=math.inf, reward_norm=norm, **self.reward_options)
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits:
-        """Return the rewards of samples or, with ``--turn-discount``, of turns, and assign each token to a reward."""
+        """Return the rewards, and for each token the reward that applies to it.
+
+        By default, there is one reward per sample. With ``--turn-discount``, there is one discounted return per turn.
+        """
         discount = self.config.turn_discount
         if discount is None:
             owners = [[i] * len(row.tokens) for i, sample_rows in enumerate(rows) for row in sample_rows]

@@ -96,7 +96,11 @@ class RolloutTrainer(DatasetTrainer):
         return summary_statistics("kl_reward", prepared.populations["kl_rewards"].tolist())
 
     def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
-        """Merge the statistics of a step's updates, which :meth:`PolicyObjective.updates` yields."""
+        """Run the updates of a step, and merge their statistics into one dictionary.
+
+        ``updates`` is the iterator of :meth:`PolicyObjective.updates`, which runs the updates during the iteration. It yields
+        pairs of role and statistics.
+        """
         return {name: value for _, stats in updates for name, value in (stats or {}).items()}
 
     @property

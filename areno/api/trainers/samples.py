@@ -40,9 +40,9 @@ def rows_of(samples: Sequence[Sample], rows: Sequence[TrainSequence]) -> list[li
 def workflow_sample(
     tokenizer: Any, item: PromptItem, prompt_index: int, sample_index: int, fields: dict[str, Any]
 ) -> Sample:
-    """Create a sample from one row of the trajectory that a workflow returned. The row includes the reward.
+    """Create a sample from one row of the trajectory that a workflow returned.
 
-    ``fields`` is a row of :func:`areno.rollouts.trajectory.samples_of`.
+    ``fields`` is this row as a dictionary, as :func:`areno.rollouts.trajectory.samples_of` yields it. It includes the reward.
     """
     row = trajectory_row(fields)
     sampled = [position for position, is_sampled in enumerate(row.sampled) if is_sampled]

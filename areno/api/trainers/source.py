@@ -101,7 +101,7 @@ class SampleSource:
     def complete(self, step: int) -> dict[str, float]:
         """Drop the samples of a trained step, and send the new weights to the rollout processes, if any.
 
-        Returns the durations of :meth:`deliver`.
+        Returns the result of :meth:`deliver`: the durations of sending the weights, or {} without rollout processes.
         """
         self._ahead.complete(step)
         return self.deliver(step + 1)

@@ -25,7 +25,7 @@ INFERENCE_BACKENDS = ("areno", "sglang", "vllm")
 """Inference backends; ``areno`` is the engine of this package."""
 
 TRAIN_BACKENDS = ("fsdp", "megatron", "archon")
-"""Training backends, all run by the engine of this package."""
+"""Names of training backends. The names are accepted for compatibility: areno's own engine trains in all three cases."""
 
 _BACKENDS = (*INFERENCE_BACKENDS, *TRAIN_BACKENDS)
 _DIMS = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
@@ -51,7 +51,11 @@ class InvalidAllocationModeError(UsageError):
 
 
 class AllocationValidationError(UsageError):
-    """The syntax is valid, but the engine does not support the sizes."""
+    """A ``backend`` or ``allocation_mode`` has valid syntax, but its parallel sizes are impossible.
+
+    Either fsdp has pipeline or expert parallelism, or the number of devices is not a multiple of the number that one copy of
+    the experts needs.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,10 @@ class ParallelStrategy:
 
     @property
     def world_size(self) -> int:
-        """Number of devices of the engine: d x t x p x c. Experts are sharded across the same devices."""
+        """Number of devices of the engine: ``data`` x ``tensor`` x ``pipeline`` x ``context``.
+
+        Experts are sharded across the same devices.
+        """
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
@@ -119,9 +126,10 @@ class ModelAllocation:
         """Parse the text of one engine, such as ``fsdp:d2t2``. The argument ``name`` applies if the text contains no name.
 
         Raises:
-            InvalidAllocationModeError: the syntax is invalid, the backend does not support one of the sizes (such as ``c2``),
-                or attn and ffn have different numbers of devices or stages.
-            AllocationValidationError: the engine does not support the sizes.
+            InvalidAllocationModeError: the syntax is invalid, the backend does not accept one of the size letters (such as c
+                in ``sglang:c2``), or attn and ffn have different numbers of devices or stages.
+            AllocationValidationError: fsdp has pipeline or expert parallelism, or the number of devices is not a multiple of
+                the number that one copy of the experts needs.
         """
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
@@ -161,10 +169,10 @@ class ModelAllocation:
 
     @property
     def role(self) -> str:
-        """Role of the engine: the name of the experiment's section to which the engine belongs.
+        """Role of the engine: the name of its section in the experiment, such as ``actor``.
 
-        The role is the engine's name. Without a name, the role of an inference engine is ``rollout``, and the role of a
-        training engine is ``actor``.
+        An engine with a name has its name as the role. An engine without a name has the role ``rollout`` if it generates, and
+        ``actor`` if it trains.
         """
         return self.name or ("rollout" if self.is_inference else "actor")
 
@@ -238,15 +246,19 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
 
 
 def _members(component: str) -> list[str]:
-    """Split a component into its engines at each ``|``, except the ``|`` between the attn and ffn sizes of one engine."""
+    """Split a part of an ``allocation_mode`` into the texts of its engines.
+
+    The part contains no ``+``. Its engines share devices, and are separated by ``|``, as in ``areno:d4|fsdp[actor]:d4``.
+    A ``|`` inside the sizes of one engine, as in ``megatron:(attn:d4|ffn:d2e2)``, separates no engines.
+    """
     return re.split(r"\|(?![^()]*\))(?!(?:attn|ffn):)", component)
 
 
 @dataclass(frozen=True)
 class AllocationMode:
-    """The engines of an allocation, grouped into components.
+    """The engines that a setting ``allocation_mode`` lists. Each component is a group of engines that share devices.
 
-    Engines of one component share devices. Different components use different devices.
+    Different components use different devices.
     """
 
     components: tuple[tuple[ModelAllocation, ...], ...]
@@ -258,7 +270,7 @@ class AllocationMode:
         Raises:
             InvalidAllocationModeError: the syntax is invalid, an engine needs a name, two engines have the same name, or
                 engines that share devices have different numbers of devices.
-            AllocationValidationError: an engine does not support its sizes.
+            AllocationValidationError: the sizes of an engine are impossible; see :meth:`ModelAllocation.from_str`.
         """
         compact = re.sub(r"\s+", "", translate_legacy(text))
         mode = cls(tuple(tuple(map(ModelAllocation.from_str, _members(component))) for component in compact.split("+")))

@@ -242,9 +242,9 @@ class ArchonEngineConfig:
             yield "pp_schedule", ZERO_BUBBLE
 
     def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield each setting with a non-default value that areno's engine applies, and its effect.
+        """Yield the settings of this section that areno's engine applies. Settings with default values are omitted.
 
-        ``sharded``: whether weights are sharded.
+        Each setting is a pair: its name, and a description of what it changes. ``sharded``: whether weights are sharded.
         """
         if self.reshard_after_forward_policy != "default":
             frees = self.reshard_after_forward_policy == "always"
@@ -280,8 +280,9 @@ class DistributedDataParallelConfig:
 
 @dataclass
 class FP8EngineConfig:
-    """FP8 training by Transformer Engine, which areno does not support. If ``actor.backend`` is megatron, the section must be
-    null.
+    """Settings of FP8 training with Transformer Engine, which areno does not support.
+
+    If ``actor.backend`` is megatron, the section ``actor.megatron.fp8_config`` must be null. Other backends ignore it.
     """
 
     mode: str = _fp8("e4m3")
@@ -373,9 +374,9 @@ class MegatronEngineConfig:
             yield from ((name, "the actor's weights are not sharded in this run") for name in changed(self, names))
 
     def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield each setting with a non-default value that areno's engine applies, and its effect.
+        """Yield the settings of this section that areno's engine applies. Settings with default values are omitted.
 
-        ``sharded``: whether weights are sharded.
+        Each setting is a pair: its name, and a description of what it changes. ``sharded``: whether weights are sharded.
         """
         if (runs := self.virtual_pipeline_parallel_size) > 1:
             yield "virtual_pipeline_parallel_size", f"each stage has {runs} model chunks"

@@ -51,7 +51,11 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _servers(config: PPOConfig) -> Iterator[str]:
-    """Yield problems with settings that inference servers do not support, or that only inference servers support."""
+    """Yield problems with settings of the rollout that do not suit ``rollout.backend``.
+
+    If the backend is an inference server, report settings that servers do not support, and wrong server addresses. Otherwise,
+    report settings that are only for servers.
+    """
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):

@@ -51,8 +51,8 @@ MOVED = {
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
 }
-"""Messages about unknown keys, by the last component of a key's path. Such keys occur in files for earlier AReaL
-versions, and in published YAML files of other programs.
+"""Hints for unknown keys that occur in files for earlier AReaL versions, or in published YAML files of other programs. The
+dictionary maps the last component of a key's path to a hint. The error message consists of the key's path and the hint.
 """
 
 _MISSING = "???"
@@ -100,7 +100,11 @@ def without_aliases(values: Tree) -> Tree:
 
 
 def unknown_key(path: str, root: type, value: Any = None) -> str:
-    """Return the message about an unknown key, with its replacement or the nearest name."""
+    """Return the error message for an unknown key of a configuration.
+
+    If ``MOVED`` has a hint for the key, the message contains this hint. Otherwise, the message suggests the setting with the
+    most similar name, if any.
+    """
     section, _, last = path.rpartition(".")
     if section == "teacher" and last in settings_of(
         TrainEngineConfig
@@ -123,10 +127,11 @@ def _alike(value: Mapping[str, Any], root: type) -> bool:
 
 
 def nearest_path(path: str, candidates: list[str]) -> str:
-    """Return the candidate most similar to ``path``; "" if no candidate is similar.
+    """Return the candidate that a user who wrote ``path`` probably meant; "" if no candidate is similar.
 
-    A candidate with the same last component as ``path`` is preferred in two cases: ``path`` has only one component, or no
-    candidate is very similar to ``path``. Of several such candidates, the candidate with the fewest components is returned.
+    If ``path`` has several components and a candidate is very similar to ``path``, return the most similar candidate.
+    Otherwise, look for candidates with the same last component as ``path``, and return the one with the fewest components. If
+    there is none, return the most similar candidate.
     """
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)

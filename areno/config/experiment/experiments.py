@@ -141,7 +141,7 @@ class PPOConfig(BaseExperimentConfig):
     def workflow_section(self) -> WorkflowConfig:
         """The section ``workflow``.
 
-        If ``workflow`` is a string in a subclass, the returned section has this string as ``path``.
+        A subclass may declare ``workflow`` as a string. The property then returns a section with this string as ``path``.
         """
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
@@ -158,7 +158,7 @@ class PPOConfig(BaseExperimentConfig):
     def reward_section(self) -> RewardConfig:
         """The section ``reward``.
 
-        If ``reward`` is a string in a subclass, the returned section has this string as ``fn``.
+        A subclass may declare ``reward`` as a string. The property then returns a section with this string as ``fn``.
         """
         value: Any = self.reward
         if isinstance(value, RewardConfig):

@@ -29,7 +29,7 @@ CPU_PER_GPU = 8
 class Machine:
     """Resources of a machine.
 
-    This package does not import torch, so the code that creates a `Machine` must detect the resources.
+    The class cannot detect the GPUs, because ``areno.config`` does not import torch. The caller must pass the resources.
     """
 
     gpus: int = 0  # CUDA devices; 0 runs on the CPU
@@ -76,8 +76,9 @@ def _reason(config: Any, machine: Machine, name: str) -> str:
 def devices_needed(config: BaseExperimentConfig) -> int:
     """Return the number of devices that rollout and training need together.
 
-    A colocated role needs no additional device. If both roles are colocated, the result is the larger of their two sizes.
-    Rollout on running servers needs no device.
+    By default, each of the two has its own devices, and the result is the sum. If the ``scheduling_strategy`` of one of them
+    has the type ``colocation``, it uses the devices of the other, and the result is the number of these devices. If both have
+    this type, the result is the larger number. Rollout on servers that already run needs no device.
     """
     sizes: dict[str, list[int]] = {"separation": [], "colocation": []}
     for role in ("rollout", "actor"):
@@ -89,10 +90,10 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 
 
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
-    """Return ``cluster.n_gpus_per_node``; None means all GPUs.
+    """Return the number of GPUs that ``cluster.n_gpus_per_node`` requests; None means all GPUs.
 
-    The result is None on a cluster. It is also None if the setting is null, or if its value is the default that AReaL
-    documents.
+    The result is None if the setting is null or has the default that AReaL documents. The result is also None with the
+    scheduler of a cluster, so that the experiment may use all GPUs of the cluster.
     """
     if config.scheduler.type in CLUSTERS:
         return None

@@ -45,7 +45,10 @@ def notice(config: BaseExperimentConfig) -> str:
 
 
 def _mapped(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """If the actor's backend is archon or megatron, yield each setting of this backend that has an effect, and the effect."""
+    """Yield the settings of the actor's backend that areno's engine applies, if the backend is archon or megatron.
+
+    Each setting is a pair: its path, and a description of what it changes. Settings with default values are omitted.
+    """
     backend, actor = backend_of(config), engine_of(config, "actor")
     if actor is not None and backend in _REPLACED_BACKENDS:
         effects = getattr(actor, backend).mapped(shards_weights(config))

@@ -48,7 +48,13 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def family_problem(engine: TrainEngineConfig, path: str, model_type: str | None) -> str:
-    """Return a problem if the checkpoint's ``model_type`` differs from ``model_type`` of the section at ``path``."""
+    """Return a problem if the setting ``model_type`` of ``engine`` differs from the model type of its checkpoint; otherwise "".
+
+    Args:
+        engine: configuration section of a model.
+        path: path of this section in the configuration, such as ``actor``.
+        model_type: model type in the checkpoint's ``config.json``.
+    """
     if model_type == engine.model_type:
         return ""
     return (
@@ -80,7 +86,11 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
 
 
 def _split(config: BaseExperimentConfig, name: str) -> str:
-    """Return a problem if ``split`` has no effect, because the path has no splits or itself selects a split."""
+    """Return a problem if the dataset section ``name`` sets ``split`` without effect; otherwise "".
+
+    ``split`` has no effect if the dataset has no splits, or if the section's ``path`` selects a split, as in
+    ``gsm8k:main:test``.
+    """
     section, explicit = getattr(config, name), explicit_split(getattr(config, name).path)
     harmless = (settings_of(type(section))["split"].default, config.train_dataset.split, explicit)
     if has_splits(section.path) or section.split in harmless:
