@@ -1,7 +1,7 @@
 """Load, train, run and save the model of a role: actor, reference, critic or reward model.
 
 Every role computes log-probs, values or rewards for rows of tokens. A role with an optimizer can also be trained. The actor
-also generates responses, unless it is a reward model.
+can also generate responses. If a run trains a reward model, this model has the role of the actor, but cannot generate.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Measure free memory, and the current and peak memory use of this process.
 
 On a GPU, the numbers come from CUDA and PyTorch's allocator. On a CPU, the numbers come from the operating system. Only Linux
-can reset the peak of the resident set. On other systems, the peak never decreases, so a later and smaller peak is
-overestimated.
+can reset the peak of the resident set. Other systems report the peak since the start of the process. This peak can be higher
+than the peak since :func:`begin_peak`.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Compute the sizes that determine the memory of a run: roles, row lengths and microbatches."""
+"""Compute what determines the memory of a run: its models, the length of its longest row, and the sizes of its microbatches."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
@@ -98,7 +98,10 @@ class Sizes(ABC):
 
     @abstractmethod
     def scored(self, lengths: list[int]) -> list[int]:
-        """Return, for each row, the maximum number of tokens to train on. The prompt (at least one token) is excluded."""
+        """Return, for each row, the maximum number of tokens to train on. ``lengths`` has the number of tokens of each row.
+
+        Prompt tokens are excluded. At least one token of each row is assumed to belong to the prompt.
+        """
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:
@@ -179,7 +182,7 @@ class RunSizes(Sizes):
         return run.batch_size * (2 if self.spec.learns_from_pairs else 1)
 
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
-        """See :meth:`Sizes.microbatch`. The result is the same for all roles."""
+        """See :meth:`Sizes.microbatch`. ``role`` has no effect, because all roles use the same microbatches."""
         together = 2 if self.spec.learns_from_pairs else 1
         rows = -(-self.rows_of_step() // (together * self.layout.dp_size)) * together
         most = most_tokens(self.device.type) if self.splits_rows else longest * rows

@@ -1,7 +1,7 @@
 """Trace the memory that the engine allocates, by running the engine on fake tensors, which have shapes but no memory.
 
-The traced code is the engine's own code, so changes of the engine need no new memory formulas. Temporary memory inside a
-PyTorch operation is not counted.
+Because the engine's own code runs, no formulas for its memory are needed. Such formulas would have to be adapted after each
+change of the engine. Temporary memory inside a PyTorch operation is not counted.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ class ShapeOf:
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
         """Return the run's optimizer. If the run has several ranks, a stub replaces the connection to the other ranks.
 
-        If the run has one rank and offloads the optimizer, the returned optimizer does not offload. :meth:`update` then
-        subtracts the memory that the run offloads.
+        For a run with one rank, the returned optimizer never offloads, even if ``config.offload`` is true. In this case,
+        :meth:`update` counts the optimizer states and gradients as host memory, not as GPU memory.
         """
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
@@ -288,7 +288,11 @@ class ShapeOf:
 
     @_once
     def _rollout(self, n_samples: int, prompt: int, longest: int, grown: Sequence[tuple[int, int]]) -> RolloutBytes:
-        """Trace a rollout. ``grown`` has one pair (columns, running sequences) for each size to which the cache grows."""
+        """Trace a rollout, in which the cache grows in steps.
+
+        ``grown`` has one pair per step: the number of tokens per sequence for which the cache has space, and the number of
+        running sequences.
+        """
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():
             cache, beside = SlotCache(), 0
             rows = grown[0][1]

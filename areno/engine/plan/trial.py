@@ -15,7 +15,7 @@ from areno.types import TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of a rank before the trials, in bytes."""
+    """Used memory, free memory and optimizer states of a rank, in bytes, before ``--tune-params`` tries the first size."""
 
     held: int  # including optimizer states
     available: int
@@ -72,7 +72,10 @@ def clean(engine: Engine) -> None:
 
 
 def recover(engine: Engine) -> bool:
-    """Reset the rollout loop. Return True if the loop had failed because GPU memory ran out."""
+    """Reset the rollout loop, so that it accepts requests again if it has failed.
+
+    Return True if GPU memory ran out and this error had ended the loop, otherwise False.
+    """
     engine.loop.wait_idle()
     return isinstance(engine.loop.restart(), torch.cuda.OutOfMemoryError)
 

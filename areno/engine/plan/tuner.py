@@ -159,7 +159,10 @@ class _Tuner:
     # -- trials ----------------------------------------------------------------------------------------------------
 
     def _require(self, search: _Search, value: int, planned: TrainOptions, remedy: str) -> None:
-        """Raise UsageError if a run with the size ``value`` does not fit into memory. The message ends with ``remedy``."""
+        """Raise UsageError if a run does not fit into memory when its option ``search.name`` has the value ``value``.
+
+        ``planned`` holds the other options of the run. The message of the error ends with ``remedy``.
+        """
         if not self._fits(search, value, planned):
             raise UsageError(
                 f"--tune-params: {search.name}={value} needs more memory than the limit of {self.limit / _MIB:.0f} MiB "
@@ -197,10 +200,10 @@ class _Tuner:
         return phase.total - phase.parts["process"] - phase.parts["weights"] - self._own_state(phase)
 
     def _absent(self, plan: MemoryPlan) -> int:
-        """Return the planned bytes that no trial allocates.
+        """Return the planned bytes that :meth:`_fits` adds to the measured peak of a trial.
 
-        The bytes include the models other than the actor that stay loaded during training, and the optimizer states of these
-        models. If the KV cache stays allocated during training, its size is also included.
+        During a trial, only the actor is loaded. The bytes therefore include the other models that stay loaded during training,
+        and the optimizer states of these models. If the KV cache stays allocated during training, its size is also included.
         """
         phase = plan.phase("forward")
         assert phase is not None

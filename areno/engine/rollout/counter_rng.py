@@ -1,4 +1,4 @@
-"""Counter-based random numbers. Each number is a function of only a seed and a counter.
+"""Counter-based random numbers. A random number depends only on a seed and a counter, not on earlier random numbers.
 
 The arithmetic uses int64, which wraps around like uint64. After each right shift, a mask clears the copies of the sign
 bit. The same code works on NumPy arrays and on tensors. CUDA graphs can capture the code, because the host reads no tensor
@@ -32,7 +32,10 @@ def _shifted(x: Ints, bits: int) -> Ints:
 
 
 def random_bits(seeds: Ints, counters: Ints) -> Ints:
-    """Return 53 random bits per pair of seed and counter. All arrays are int64 [N]; :func:`as_int64` converts other seeds."""
+    """Return 53 random bits for each pair of seed and counter. The arguments and the result are int64 [N].
+
+    :func:`as_int64` converts a seed that does not fit into int64.
+    """
     return _shifted(_mix(_mix(seeds + _GOLDEN) + _GOLDEN * (counters + 1)), 11)
 
 

@@ -31,9 +31,10 @@ class SharedPrefixes:
         self._padded: tuple[Tensor, Tensor] | None = None
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return, for each row, the index of the first row with the same prefix, and the length of the shared prefix.
+        """Return the leaders and the prefix lengths of the batch, each padded to int64 [rows].
 
-        Both results are int64 [rows]. Rows that were added as padding share no prefix.
+        The leader of a row is the index of the first row with the same prefix. Padding rows share no prefix: each is its own
+        leader, and its prefix length is 0.
         """
         if self._padded is None or len(self._padded[0]) != rows:
             more = range(len(self.leaders), rows)
@@ -78,7 +79,11 @@ class DecodeBatch:
 
 
 class EagerDecode:
-    """Runs decode steps eagerly. ``plan`` creates the attention plan from the cache, positions and number of columns."""
+    """Runs decode steps eagerly.
+
+    ``plan`` is a function that creates the attention plan of a step, such as :meth:`DecodePlan.of`. Its arguments are the KV
+    cache, the position of each row's new token, and the number of cache columns to attend to.
+    """
 
     def __init__(self, model: CausalLM, cache: Any, plan: Callable[[Any, list[int], int], Any] = DecodePlan.of) -> None:
         self.model, self.cache, self._plan = model, cache, plan

@@ -18,7 +18,7 @@ FIRST_CANDIDATES = 256
 
 
 class Filters:
-    """The filters of a batch. ``params`` has one entry per row."""
+    """Applies top-k, top-p and min-p to a batch of rows. ``params`` has the sampling parameters of each row."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str) -> None:
         self._top_k = [p.top_k for p in params]

@@ -46,9 +46,10 @@ def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_inside(weights: Tensor, block: Tensor, rest: Tensor) -> Tensor:
-    """Choose a token in the block of each row, and return the token indices [B].
+    """Choose, for each row, the first token of the row's block at which the cumulative sum exceeds the remaining target.
 
-    ``weights`` holds the weights [B, size] of each row's block. ``block`` and ``rest`` are the results of :func:`draw_block`.
+    ``weights`` holds the weights [B, size] of each row's block. ``block`` and ``rest`` are the results of :func:`draw_block`:
+    the blocks and the remaining targets. Return the indices [B] of the tokens, counted from the first token of block 0.
     """
     size = weights.shape[1]
     inside = weights.double().cumsum(-1)

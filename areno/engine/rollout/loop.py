@@ -58,7 +58,7 @@ class RolloutLoop:
         progress: writes the ``rollout decode progress`` lines.
         layers: cache layout of each layer; if the tuple is empty, decode steps cannot be compiled.
         decode_mode: whether and when decode steps are compiled; see :class:`DecodeSwitch`.
-        builds: whether mode ``auto`` may compile a missing decode step.
+        builds: whether mode ``auto`` may compile the decode step if no compiled step is on disk.
         speculate: maximum number of draft tokens per sequence and step (see :mod:`speculation`); 0 disables drafts.
         prefix_tokens: size of the prefix cache in tokens; 0 disables the prefix cache.
         records: routers whose expert choices are recorded; None records nothing. On a CPU, recording requires eager decoding.
@@ -183,7 +183,7 @@ class RolloutLoop:
             self._wake.wait_for(lambda: self.failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
-        """If the loop is idle, let a compiled step use the model's current weights, so that the old weights can be freed."""
+        """If no request is pending, update a compiled step's weight addresses, so that memory of old weights can be freed."""
         with self._wake:
             if not self._pending():
                 self.decode.refresh()
@@ -351,7 +351,7 @@ class RolloutLoop:
             self._finish(sequence)
 
     def _prefill(self, shared: list[list[Sequence]]) -> None:
-        """Prefill the part of each context that is not cached, and sample the next token of each sample."""
+        """Prefill the uncached part of each context, and sample one token per sample. ``shared[i]``: samples of context i."""
         self._reserve()
         cached = [self._reuse(members) for members in shared]
         self._first_tokens(shared, self._run_prefill(shared, cached))

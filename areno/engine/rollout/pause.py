@@ -37,7 +37,10 @@ class Pause:
                     self._wake.notify_all()
 
     def rest(self) -> None:
-        """If ``agreed`` is set, wait until the pause ends. The loop's thread calls this method before each iteration."""
+        """If the loop must pause before its next iteration (``agreed`` is set), wait until the pause ends.
+
+        The loop's thread calls this method before each iteration.
+        """
         with self._wake:
             if self.agreed:
                 self.resting = True

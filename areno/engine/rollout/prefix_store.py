@@ -1,7 +1,9 @@
 """Prefix cache: keys and values of finished samples, for later requests with the same prefix.
 
-All entries are from the current version of the weights, because a new version clears the store. The store finds a prefix by the
-chained hashes of its blocks of tokens. The tokens of a found prefix are compared, so a hash collision does no harm.
+All entries are from the current version of the weights, because a new version clears the store. A stored prefix
+consists of blocks of ``BLOCK`` tokens, and is found by the hashes of these blocks. The hash of a block also depends on all
+earlier blocks of the prefix. The tokens of a found prefix are compared with the tokens of the request, so a hash collision does
+no harm.
 """
 
 from collections import OrderedDict

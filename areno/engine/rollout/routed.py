@@ -10,9 +10,10 @@ from areno.engine.rollout.slot_cache import KVCache, SlotCache
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:
     """Copy expert choices from the cache to a sample, for those of the sample's tokens that have no record yet.
 
-    A token that is recomputed (with new weights, or after a preemption) keeps its first record. An output token's first record
-    is from the pass that sampled the next token. The last token has no record, because no token was sampled after this token.
-    If the sample no longer has a slot, ``slot`` is its former slot.
+    The model processes an output token in the forward pass that samples the next token. This pass records the expert choices of
+    the processed token. A token that is recomputed later (with new weights, or after a preemption) keeps its first record. The
+    last token has no record, because no token was sampled after this token. If the sample no longer has a slot, ``slot`` is its
+    former slot.
     """
     at, fed, recorded = sequence.slot if slot is None else slot, sequence.length - 1, sum(map(len, sequence.routed))
     if cache.records is not None and at >= 0 and sequence.output and fed > recorded:

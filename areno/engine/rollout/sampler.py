@@ -116,7 +116,10 @@ class SamplingTable:
         return Draw(tokens, logprobs, cut, self._top(scaled, normalizer))
 
     def _weight_buffer(self, scaled: Tensor) -> Tensor:
-        """Return a buffer [B, blocks, size] for unnormalized probabilities. Entries beyond the vocabulary stay 0."""
+        """Return a buffer [B, blocks, size] for unnormalized probabilities.
+
+        The vocabulary is divided into blocks of ``size`` tokens; see :mod:`inverse_cdf`. Entries beyond the vocabulary stay 0.
+        """
         rows, vocab = scaled.shape
         size = inverse_cdf.block_size(vocab)
         blocks = -(-vocab // size)

@@ -21,7 +21,10 @@ def round_up(value: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Moves a live sequence to another slot: ``length`` columns are copied from slot ``source`` to slot ``target``."""
+    """Moves a live sequence from cache slot ``source`` to cache slot ``target``.
+
+    The sequence occupies the first ``length`` columns of its slot. A column holds one token.
+    """
 
     source: int
     target: int
@@ -80,16 +83,17 @@ class Scheduler:
         return self.held() * self.columns()
 
     def admit(self, tokens: int) -> list[list[Sequence]]:
-        """Give slots to waiting sequences, as far as the budget allows.
+        """Give slots to waiting sequences, as far as the cache size ``budget_tokens`` and the limit ``max_running`` allow.
 
         Args:
-            tokens: maximum number of context tokens to prefill at once. If the context of the first waiting sequence exceeds
-                this number, the method returns an empty list, and starts a ``chunked_prefill``, which processes the context in
-                several chunks. Until the chunked prefill is done, no other sequence is admitted.
+            tokens: maximum number of context tokens to prefill at once, in total. A shared context counts once. If the context
+                of the first waiting sequence exceeds this number, the method returns an empty list, and starts a
+                ``chunked_prefill``, which processes the context in several chunks. Until the chunked prefill is done, no other
+                sequence is admitted.
 
         Returns:
-            Lists of sequences with the same context. Each list needs one prefill. Sequences that exceed the limit ``tokens``
-            wait for the next call.
+            Lists of sequences with the same context. Each list needs one prefill. If a further context would raise the
+            total above ``tokens``, its sequences wait for the next call.
         """
         shared: list[list[Sequence]] = []
         used = 0
@@ -132,7 +136,7 @@ class Scheduler:
         members.append(sequence)
 
     def finish_chunked_prefill(self) -> list[Sequence]:
-        """End the chunked prefill. Its samples become running samples."""
+        """End the chunked prefill, and add its sequences to the running sequences. Return the added sequences."""
         assert self.chunked_prefill is not None
         members, self.chunked_prefill = self.chunked_prefill.members, None
         self.running += members

@@ -61,9 +61,10 @@ class KVCache(ABC):
         self.records: Routers | None = None  # routers whose choices are cached as additional layers
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """Return a :class:`Routing` that records expert choices with ``write(layer, keys, values)``.
+        """Return a :class:`Routing` that records expert choices in the cache; None if no choices are recorded.
 
-        Return None if no choices are recorded.
+        For the cache, the choices of each MoE layer are the keys of an additional layer, whose values have size 0.
+        ``write(layer, keys, values)`` writes the keys and values of a layer to the cache.
         """
         if self.records is None:
             return None
@@ -148,7 +149,10 @@ class SlotCache(KVCache):
         self.records = records
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store keys ``k`` and values ``v`` [N, heads, size] of the tokens at ``positions`` [N] in ``slots`` [N]."""
+        """Store keys ``k`` and values ``v`` [N, heads, size] of N tokens.
+
+        Token i is stored in slot ``slots[i]``, in column ``positions[i]``.
+        """
         if layer not in self.keys:
             self.keys[layer] = k.new_zeros(self.slots, k.shape[1], self.columns, k.shape[2])
             self.values[layer] = v.new_zeros(self.slots, v.shape[1], self.columns, v.shape[2])
@@ -222,11 +226,11 @@ class PrefillPlan(PackedPlan):
             cache.states.clear(torch.tensor(fresh, device=self.device))
 
     def _per_token(self, values: list[int]) -> Tensor:
-        """Repeat each span's value for all tokens of the span."""
+        """Return, for each token, the value of the token's span. ``values`` has one value per :class:`PrefillSpan`."""
         return torch.tensor(values).repeat_interleave(torch.tensor(self.lengths)).to(self.device)
 
     def _place(self) -> None:
-        """Compute the cache cells to which each token is written: one cell in each slot that shares the token's context."""
+        """Compute the cache cells to which each token is written: one cell in each of the ``slots`` of the token's span."""
         token, slot, position = [], [], []
         for start, span in zip(self.starts, self.spans, strict=False):
             index = torch.arange(span.length)
@@ -269,7 +273,10 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def finish(self) -> None:
-        """After the forward pass, copy recurrent states to all slots that have the same context."""
+        """After the forward pass, copy recurrent states to the slots of all samples with the same context.
+
+        The forward pass has stored the states only in the slot of the first sample of each context.
+        """
         for span in self.spans:
             if len(span.slots) > 1 and self.cache.states.tensors():
                 self.cache.states.copy(span.slots[0], torch.tensor(span.slots[1:], device=self.device))
@@ -294,7 +301,7 @@ class DecodePlan:
         cache: the KV cache.
         positions: position of each row's new token [rows]. Padding rows may have any position.
         write_at: cache column of each row's new token [rows]: the token's position, or the unused last column for padding rows.
-        columns: indices 0, 1, ... of the cache columns to attend to [columns]. The columns cover all positions.
+        columns: indices 0, 1, ... of the cache columns to attend to [columns]. They include the position of each new token.
         state_rows: indices of the recurrent states [rows]; None if no layer is recurrent.
     """
 
@@ -316,8 +323,9 @@ class DecodePlan:
     def of(cls, cache: SlotCache, positions: Seq[int], columns: int) -> DecodePlan:
         """Plan a step with a new token at ``positions[i]`` in slot i, for each i.
 
-        Padding rows make the number of rows a multiple of :data:`ROW_STEP`. They write to the unused last column, because a
-        prefill may be using their slots.
+        Padding rows make the number of rows a multiple of :data:`ROW_STEP`. Padding row j writes to slot j, in which another
+        sequence may be in the middle of its prefill. Padding rows therefore write only to the last column, which no sequence
+        uses.
         """
         live = len(positions)
         at = torch.tensor([*positions, *[0] * (-live % ROW_STEP)], device=cache.device)

@@ -56,7 +56,7 @@ class VerifyPlan(DecodePlan):
     Attributes:
         tokens: input token ids [rows * W], including padding.
         cells: indices in ``tokens`` of all entries except padding. One token is sampled after each of these entries.
-        members: sequence of each entry of ``cells``.
+        members: for each entry of ``cells``, the sequence to which this input token belongs.
         counters: for each entry of ``cells``, the index of the sampled token in the sequence's output.
     """
 

@@ -37,6 +37,9 @@ class ThreadRule:
             torch.set_num_threads(threads)
 
     def reset(self) -> None:
-        """Set PyTorch's thread count to its full value again, because threads that start later inherit this count."""
+        """Set PyTorch's thread count to the thread count of the process, to undo :meth:`apply`.
+
+        Otherwise, threads that start later would inherit a count that :meth:`apply` has lowered.
+        """
         if self._active:
             torch.set_num_threads(CPU_THREADS.current() if CPU_THREADS.adapts else self._all)

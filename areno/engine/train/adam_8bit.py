@@ -1,9 +1,10 @@
 """AdamW with 8-bit moments, stored with block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861).
 
-Each block of 256 numbers has one fp32 scale: the number with the largest absolute value in the block. A table maps the
-256 codes to factors between -1 and 1, or between 0 and 1 for the second moment. Each number is divided by the scale of
-its block, and stored as the code of the nearest factor. The relative spacing of the factors is finest near 1, and the
-smallest positive factor is below 1e-6. Three features distinguish this module from other implementations.
+Each block of 256 numbers has one fp32 scale: the number with the largest absolute value in the block, with its sign. A
+table maps the 256 codes to factors between -1 and 1, or between 0 and 1 for the second moment. Each number is divided
+by the scale of its block, and stored as the code of the nearest factor. The relative spacing of the factors is finest
+near 1, and the smallest positive factor is below 1e-6. Three features distinguish this module from other
+implementations.
 
 *The square root of the second moment is stored*, not the moment itself. A positive root is never rounded to 0. With a
 root of 0, AdamW would divide a nonzero first moment by epsilon alone. The root spans half as many decades as the second
@@ -15,8 +16,8 @@ mantissa) is the index into a second table. The lookup is several times faster t
 be ignored, because it changes a number by less than the distance between two adjacent factors.
 
 *Tensors are updated in chunks*, so that a step needs only 2.5 MiB of working memory on a CPU, and 160 MiB on a GPU.
-Rounding uses no random numbers. A run that resumes in the same layout is therefore bitwise identical to an
-uninterrupted run.
+Rounding uses no random numbers. A run that resumes with the same parallel layout (arrangement of the ranks) is
+therefore bitwise identical to an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ _DECADES = 7
 
 @functools.cache
 def dynamic_values(signed: bool) -> Tensor:
-    """Return the factors that the 256 codes stand for, in ascending order, as fp32 [256].
+    """Return the factor of each 8-bit code, as fp32 [256] in ascending order.
 
-    A stored number is the factor of its code times the scale of its block. The factors cover seven decades (powers of
+    A number is stored as a code. Its value is the factor of the code times the scale of the number's block. If ``signed``
+    is true, the factors are between -1 and 1, otherwise between 0 and 1. The factors cover seven decades (powers of
     ten), and are evenly spaced within each decade. Each decade has half as many factors as the next higher decade.
     """
     levels = [0.0, 1.0]
@@ -57,8 +59,9 @@ def dynamic_values(signed: bool) -> Tensor:
 def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the tables for decoding and encoding.
 
-    The first table [256] contains the factor of each code. The second table [65536] maps the upper 16 bits of an fp32
-    number, which was divided by the scale of its block, to a code.
+    To decode a number, look up its code in the first table [256], and multiply the result by the scale of the number's
+    block. To encode a number, divide it by the scale of its block. The upper 16 bits of the fp32 quotient are the index of
+    the code in the second table [65536].
     """
     values = dynamic_values(signed)
     halves = torch.arange(1 << 16, dtype=torch.int64)
@@ -133,10 +136,9 @@ class Quantised:
 class LowPrecisionAdam(torch.optim.Optimizer, ABC):
     """Base class of replacements for :class:`torch.optim.AdamW` that store the moments in low precision.
 
-    The updated tensors are weights, fp32 master weights, or flat shards of weights or master weights. ``params``
-    contains contiguous fp32 tensors, or groups of them. The key ``quantised`` of a group states whether
-    :class:`Adam8bit` stores the group's moments in 8 bits. If ``quantised`` is None or missing, the size of each tensor
-    determines the format of its moments.
+    ``params`` contains contiguous fp32 tensors, or groups of them. The tensors are weights or master weights, either whole
+    or as flat shards. The key ``quantised`` of a group states whether :class:`Adam8bit` stores the group's moments in
+    8 bits. If ``quantised`` is None or missing, the size of each tensor determines the format of its moments.
     """
 
     def __init__(
@@ -259,7 +261,10 @@ def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[s
 
 
 def working_bytes(device: torch.device) -> int:
-    """Estimate the working memory of a step in bytes: ten fp32 numbers for each entry of a chunk."""
+    """Estimate the working memory of a step in bytes.
+
+    A step updates each tensor in chunks. For each entry of a chunk, the step needs ten fp32 numbers.
+    """
     return 40 * _chunk(device)
 
 

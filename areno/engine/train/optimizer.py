@@ -129,7 +129,7 @@ def make_adam(
 ) -> torch.optim.Optimizer:
     """Create the PyTorch optimizer that updates fp32 tensors or groups of fp32 tensors.
 
-    The tensors are weights, master weights, or flat shards of weights or master weights.
+    The tensors are weights or master weights, either whole or as flat shards.
     """
     if config.sgd:
         return torch.optim.SGD(tensors, lr=config.lr, weight_decay=config.weight_decay)

@@ -83,9 +83,9 @@ class StepPackage:
     def _load(self) -> None:
         """Pass the weight tensors to PyTorch's loader, which takes their addresses.
 
-        PyTorch 2.13 never frees the loader's references to these tensors. Each call therefore passes the same tensor objects,
-        and :meth:`refresh` and :meth:`close` replace the memory of these objects. A call then leaks only 8 KB. With new tensor
-        objects, a call would leak the memory of all weights.
+        PyTorch 2.13 never frees the loader's references to these tensors. Each call of this method therefore passes the same
+        tensor objects. To change the memory to which an object refers, :meth:`refresh` and :meth:`close` assign to the
+        object's ``data``. A call then leaks only 8 KB. With new tensor objects, a call would leak the memory of all weights.
         """
         self._loader.load_constants(self._lent, use_inactive=False, check_full_update=True, user_managed=True)
 
@@ -116,10 +116,11 @@ class StepPackage:
             )
 
     def _fill(self, inputs: list[Any], keys: list[Tensor], values: list[Tensor]) -> None:
-        """Let the model compute keys and values of random tokens for the cache columns that the step reads.
+        """Fill the cache columns that the step reads with keys and values that the model computes from random tokens.
 
-        With random keys and values, each layer of a trained model would amplify rounding differences. In 16-bit dtypes, the
-        differences would reach a third of the largest logit, even between two equivalent operators of PyTorch.
+        If the keys and values themselves were random numbers, each layer of a trained model would amplify rounding
+        differences. In 16-bit dtypes, the differences would reach a third of the largest logit, even between two equivalent
+        operators of PyTorch.
         """
         tokens, random = inputs[0], torch.Generator().manual_seed(1)
         for column in range(_COLUMNS):

@@ -62,8 +62,8 @@ class DecodeSwitch:
         layers: cache layout of each layer; empty if some layers are recurrent.
         mode: ``auto`` compiles the step in the background if compiling saves time. ``eager`` never compiles the step.
             ``compiled`` waits in :meth:`prepare` until the step is compiled.
-        builds: whether mode ``auto`` may compile a missing step. If false, only steps that another process has compiled are
-            used.
+        builds: whether mode ``auto`` may compile the step if no compiled step is on disk. If false, mode ``auto`` uses a
+            compiled step only if another process has compiled the step.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ class DecodeSwitch:
     def _pays(self, remaining: Callable[[], int]) -> bool:
         """Return whether the expected savings exceed the compile time.
 
-        ``remaining()`` does not count tokens of future requests. The remaining decode time is therefore assumed to be at least
-        the decode time so far.
+        ``remaining()`` returns the maximum number of tokens that all current samples together have left to generate. More
+        requests may follow, so the remaining decode time is assumed to be at least as long as the decode time so far.
         """
         if not self._generated:
             return False

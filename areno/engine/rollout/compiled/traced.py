@@ -130,10 +130,10 @@ def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
 def example_inputs(
     layers: Seq[LayerShape], dtype: torch.dtype, vocab: int, rows: int, columns: int, cached: int
 ) -> tuple[Tensor | list[Tensor], ...]:
-    """Return random arguments of a step, for tracing and validation.
+    """Return random arguments of :meth:`DecodeStep.forward`, for tracing and validation.
 
-    In the shapes of :meth:`DecodeStep.forward`, B is ``rows``, and L is ``columns``. The caches have ``cached`` columns.
-    ``cached`` must be greater than ``columns``.
+    The step has ``rows`` rows, each with a KV cache of ``cached`` columns. A column holds the keys and values of one token. The
+    step attends to the first ``columns`` columns. ``cached`` must be greater than ``columns``.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -18,8 +18,9 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
     multiple of :data:`COLUMN_STEP`, which is a whole number of pages. A sequence therefore never needs more pages than the
     scheduler counts. Sequences that share pages need fewer pages. A single sequence may exceed the budget, but not the budget
     rounded up to :data:`COLUMN_STEP`. A decode step that is launched before the tokens of the previous step are known may
-    allocate one more page per running sequence. The prefix store counts whole blocks, and a block is a whole number of pages.
-    The returned number includes the spare page, which is reserved for padding.
+    allocate one more page per running sequence. The prefix store holds up to ``prefix_tokens`` tokens, in whole blocks. A block
+    is a whole number of pages, so these tokens fill their pages completely. The returned number includes the spare page, which
+    is reserved for padding.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(

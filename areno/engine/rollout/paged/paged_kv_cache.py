@@ -37,7 +37,8 @@ class PagedCache(KVCache):
         device: device of the cache.
         page_size: number of tokens per page.
         rows: initial number of rows of the block table.
-        columns: initial maximum number of tokens per row. If the block table grows later, captured CUDA graphs become invalid.
+        columns: number of tokens per row for which the block table initially has space. If the block table grows later,
+            captured CUDA graphs become invalid.
 
     Attributes:
         table: block table [slots, width], int32, on the device. Entries beyond the end of a row are outdated, or point to
@@ -101,7 +102,10 @@ class PagedCache(KVCache):
         self.epoch, self.records, self.reclaim = epoch + 1, records, reclaim
 
     def resize(self, pages: int, columns: int) -> None:
-        """Free the cache, and change the number of pages and the initial maximum number of tokens per row."""
+        """Free the cache, and change the number of pages to ``pages``.
+
+        The next block table has space for at least ``columns`` tokens per row, and grows if a row needs more space.
+        """
         self._initial = self._initial[0], columns
         self.allocator = PageAllocator(pages)
         self.release()
@@ -136,7 +140,7 @@ class PagedCache(KVCache):
         self._mark(row, changed)
 
     def _take(self) -> int:
-        """Allocate a page. If no page is free, reclaim pages first."""
+        """Allocate a page, and return its number. If no page is free, first call ``reclaim``, which tries to free pages."""
         while not self.allocator.free and self.reclaim():
             pass
         return self.allocator.take()
@@ -182,9 +186,10 @@ class PagedCache(KVCache):
         return snapshot
 
     def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
-        """Replace the pages of the rows ``slots`` with the snapshot's pages for the first ``length`` tokens.
+        """Let rows of the block table use pages of a snapshot instead of their own pages.
 
-        ``length`` must be a multiple of the page size. Nothing is copied.
+        ``slots`` contains the indices of the rows. Each row gets those pages of the snapshot that hold the first ``length``
+        tokens of the context. ``length`` must be a multiple of the page size. Nothing is copied.
         """
         if snapshot.allocator is not self.allocator:
             raise EngineError(
@@ -224,7 +229,8 @@ class PagedCache(KVCache):
         """Return the cell [N] of each token, which is the token's index in the concatenated pages.
 
         ``rows`` [N] are the tokens' rows in the block table, and ``positions`` [N] are the tokens' positions in the context. A
-        position of -1 means padding, whose cell is the first cell of the spare page.
+        position of -1 marks a padding token. The cell of a padding token is the first cell of the spare page. This page is
+        reserved for padding.
         """
         at = positions.clamp(min=0)
         pages = self.table[rows, at // self.page_size].long()

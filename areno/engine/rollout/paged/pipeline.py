@@ -1,8 +1,8 @@
 """Let decode steps on the device overlap with work on the host: step k + 1 is launched before the tokens of step k are read.
 
-The host can launch step k + 1 without these tokens, because it knows their positions, and the tokens are still on the device.
-The host learns one step late that a sample has stopped, so the sample takes part in one surplus step. The token of the
-surplus step is discarded. Tokens of samples that have left the batch are discarded, too.
+To launch step k + 1, the host needs only the positions of these tokens. The step itself needs the token ids, which step k
+leaves in the memory of the device. The host learns one step late that a sample has stopped, so the sample takes part in one
+surplus step. The token of the surplus step is discarded. Tokens of samples that have left the batch are discarded, too.
 """
 
 from collections.abc import Sequence as Seq

@@ -20,7 +20,8 @@ from areno.engine.rollout.slot_cache import ROW_STEP, PrefillPlan, PrefillSpan
 class PagedPrefillPlan(PrefillPlan):
     """Attention plan of a prefill into a paged cache; see :class:`PrefillPlan`.
 
-    Each context is stored once. :meth:`finish` adds the context's pages to the slots of all samples with this context.
+    Several samples may share one context. A context is stored once, in the pages of one sample. :meth:`finish` lets the other
+    samples of the context share these pages.
     """
 
     cache: PagedCache  # type: ignore[assignment]
@@ -53,10 +54,10 @@ class PagedPrefillPlan(PrefillPlan):
 
     @cached_property
     def _context_cells(self) -> Tensor:
-        """The cache cells of all tokens to attend to, concatenated over the spans.
+        """The cache cells of all tokens to attend to.
 
-        A span is the part of a context that is prefilled now. The tokens to attend to are the context's tokens from the first
-        token to the end of the span.
+        A span is the part of a context that is prefilled now. A span attends to the context's tokens from the first token to
+        the end of the span. The result contains the cells of these tokens for the first span, then for the second, and so on.
         """
         cells = []
         for span, stop in zip(self.spans, self._stops, strict=True):
@@ -65,7 +66,11 @@ class PagedPrefillPlan(PrefillPlan):
         return torch.cat(cells)
 
     def finish(self) -> None:
-        """After the forward pass, give the pages and recurrent states of each context to all slots with this context."""
+        """After the forward pass, share the results among the samples with the same context.
+
+        The forward pass has stored keys, values and recurrent states only for the first sample of each context. The other
+        samples get references to the pages, and copies of the recurrent states.
+        """
         for span in self.spans:
             self.cache.link(span.slots[0], span.slots[1:])
         super().finish()
