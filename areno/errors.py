@@ -1,4 +1,4 @@
-"""Error types. Messages should name the value and the remedy."""
+"""Error types. An error message should name the cause, such as an invalid value, and say how to fix the error."""
 
 import re
 import sys

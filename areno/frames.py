@@ -94,7 +94,10 @@ class SignedFormat:
         return size
 
     def check(self, body: memoryview, trailer: bytes) -> bool:
-        """Whether the body of the next frame is authentic."""
+        """Whether ``body`` is authentic according to its MAC, which is the ``trailer``.
+
+        Call this method once for each received frame, in the order of the frames.
+        """
         authentic = hmac.compare_digest(trailer, self._mac(1, self._received, b"b", body))
         self._received += 1
         return authentic
@@ -106,9 +109,10 @@ class SignedFormat:
 
 
 class Frames:
-    """One end of a connection. Received bodies of more than ``limit`` bytes are rejected.
+    """One end of a connection that carries messages.
 
-    One thread may read while another thread writes.
+    A message is sent as a frame: a header, a body with the message, and a trailer, which may be empty. If a received body has
+    more than ``limit`` bytes, reading raises FrameError. One thread may read while another thread writes.
     """
 
     def __init__(self, sock: socket.socket, form: KeyedFormat | SignedFormat, limit: int) -> None:
@@ -120,9 +124,9 @@ class Frames:
 
     @classmethod
     def pair(cls, limit: int) -> tuple[Frames, socket.socket]:
-        """Create two connected sockets. Return a :class:`Frames` that wraps the first socket, and return the second socket.
+        """Create two connected sockets. Return one of them wrapped in a :class:`Frames`, and the other one unwrapped.
 
-        The second socket is for another process, which must call :meth:`join` with the file descriptor of this socket.
+        The unwrapped socket is for another process, which must call :meth:`join` with the file descriptor of this socket.
         """
         ours, theirs = socket.socketpair()
         return cls.lead(ours, limit), theirs

@@ -52,7 +52,8 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
 def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | None:
     """Return the launcher for the workers of an experiment; None for an experiment on one machine.
 
-    All settings of ``config`` must be resolved. The caller must close the launcher.
+    In ``config``, :func:`areno.config.experiment.machine.resolve_for_machine` must already have replaced each ``auto`` and
+    each unset size. The caller must close the launcher.
 
     Raises:
         UsageError: the cluster has too few resources for the roles.

@@ -31,7 +31,11 @@ _MICROBATCH, _CONCURRENT = "actor.mb_spec.max_tokens_per_mb", "rollout.max_concu
 
 
 class ExperimentSizes(Sizes):
-    """The sizes that determine the memory of an engine in ``areno run``. All settings of ``config`` must be resolved."""
+    """The sizes that determine the memory of an engine in ``areno run``.
+
+    In the experiment configuration ``config``, :func:`resolve_for_machine` must already have replaced each ``auto`` and each
+    unset size.
+    """
 
     def __init__(self, config: Any, engine: EngineConfig, layout: Layout, generates: bool) -> None:
         self.experiment, self.pairs = config, isinstance(config, RWConfig | DPOConfig)
@@ -133,8 +137,8 @@ class ExperimentPlan:
     def needed(self) -> int:
         """Peak memory in bytes.
 
-        If ``actor`` and ``rollout`` share one memory, this is the sum of both plans and ``transfer``. Otherwise, this is the
-        larger of both plans.
+        If ``together`` is set, both plans use the same memory. The result is then the sum of the peak memory of both plans
+        and the memory ``transfer`` for weight transfers. Otherwise, the result is the larger peak memory of the two plans.
         """
         needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
         return sum(needs) + self.transfer if self.together else max(needs)
@@ -185,8 +189,8 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
     """Return the peak memory in bytes of the training rank that needs the most memory.
 
-    Only the memory of tensors is included. If the layout has neither FSDP nor pipeline stages, return 0, because the
-    plan then needs no separate estimate for a rank.
+    Only the memory of tensors is included. The result complements the memory plan, which ignores FSDP and pipeline stages.
+    If the layout has neither FSDP nor pipeline stages, the memory plan suffices, and the result is 0.
     """
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
@@ -244,8 +248,10 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
     """Return the largest concurrency and microbatch size with which an experiment fits into memory.
 
     The result maps settings to values, and is empty if no sizes fit. The concurrency is the largest value at which the rollout
-    cache holds all concurrent answers at maximum length. Microbatches get the remaining memory. The call changes the
-    microbatch settings of ``config``.
+    cache holds all concurrent answers at maximum length. Microbatches get the remaining memory.
+
+    This function changes ``config``: ``actor.mb_spec.max_tokens_per_mb`` becomes None, and ``n_mbs`` and ``n_mbs_divisor``
+    become 1.
     """
     chosen: Change = {}
     if isinstance(config, PPOConfig):

@@ -95,8 +95,9 @@ class ReplayPPOTrainer(PPOTrainer):
     def prepare_rows(self, rows: list[TrainSequence]) -> Prepared:
         """Prepare the rows of an update.
 
-        Before the first update, the inputs of the loss are added to the rows. If the replay changes the reward shaping, or if
-        rows lack the returns that a critic needs, advantages are recomputed.
+        All updates train on the same rows. Before the first update, missing inputs of the loss, such as reference log-probs,
+        are added to the rows. Advantages and returns are recomputed in two cases: if the replay changes the rewards or the
+        reward shaping, or if the experiment has a critic but some recorded rows have no returns.
         """
         if self.state.step == self.replay.step:
             has_all = self.config.critic is None or all(row.returns for row in rows)

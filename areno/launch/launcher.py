@@ -27,10 +27,12 @@ _POLL_S, _AT_ONCE = 0.05, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A worker process to start. Its Python module must call :func:`areno.launch.links.dial` to connect to this process.
+    """A worker process to start.
 
     Attributes:
         role, number: role and index of the worker. The launcher knows the resources of each role.
+        module: Python module that the worker runs. It must call :func:`areno.launch.links.dial`, which connects the worker to
+            the process that started the worker.
         environment: environment variables in addition to the inherited variables.
         log_file: file for the output of the task. If None, the task inherits the output of the process that starts the task.
     """
@@ -75,14 +77,19 @@ class RoleNeed:
         return None if self.mem is None else self.mem * max(self.gpu, 1)
 
     def span(self, holder: "RoleNeed") -> int:
-        """Return how many workers of ``holder`` share their cores and GPUs with one worker of this colocated role.
+        """Return the number of workers of ``holder`` that share their cores and GPUs with one worker of this role.
 
-        Worker ``n`` of this role uses the GPUs of ``span`` consecutive workers of ``holder``, starting at ``n * span``.
+        This role must be colocated with the role ``holder``. If ``span`` is the returned number, worker ``n`` of this role
+        uses the GPUs of ``span`` consecutive workers of ``holder``, starting with worker ``n * span``.
         """
         return max(math.ceil(self.gpu / max(holder.gpu, 1)), 1)
 
     def command(self, task: Task, python: str = sys.executable) -> list[str]:
-        """Return the command that starts a task, including the container and the shell commands of the role."""
+        """Return the command that starts a task.
+
+        If the role has a container image, the command runs the task in a container. If the role has ``additional_bash_cmds``,
+        a shell runs them first, outside the container.
+        """
         words = [*self._python(python), "-m", task.module, *task.arguments]
         if self.image and self.container_type != "none":
             binds = ["--bind", self.mount] if self.mount else []
@@ -139,7 +146,10 @@ class LinkedTask:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The name service of a run's tasks. ``root`` is the prefix of all names. Each run has a unique prefix."""
+    """Settings of the name service with which the tasks of a run find each other; see :mod:`areno.name_resolve`.
+
+    All names of a run begin with ``root``, a prefix that no other run uses.
+    """
 
     options: NameOptions
     root: str
@@ -160,7 +170,9 @@ class Launcher(Protocol):
         """Start tasks, and wait until all tasks have connected. If a task fails, kill all tasks and raise EngineError."""
 
     def resize(self, role: str, workers: int) -> None:
-        """Reserve resources for ``workers`` workers of a role in total.
+        """Reserve the resources that ``workers`` workers of a role need.
+
+        The number ``workers`` includes the workers whose resources are already reserved.
 
         After an EngineError or UsageError, some of the new resources may stay reserved. To release these resources, call
         ``resize`` with the old number of workers.

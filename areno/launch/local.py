@@ -32,7 +32,11 @@ class LocalLauncher:
         self.needs = dict(needs or {})
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
-        """See :class:`areno.launch.launcher.Launcher`. Tasks inherit a connected socket, so ``timeout_s`` has no effect."""
+        """See :class:`areno.launch.launcher.Launcher`.
+
+        Each task inherits a socket that is already connected to this process. The launcher therefore does not wait for the
+        tasks to connect, and ``timeout_s`` has no effect.
+        """
         started: list[LinkedTask] = []
         try:
             for task in tasks:

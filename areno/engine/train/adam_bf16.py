@@ -48,8 +48,8 @@ def _rounded(values: Tensor, step: int) -> Tensor:
     """Round fp32 values up or down to bf16 numbers at random, and return the result as fp32.
 
     The probability of rounding up is the discarded part of the value, as a fraction of the bf16 spacing. The random
-    bits are a hash of the value and the step. Every layout and every resumed run therefore round a value in the same
-    way.
+    bits are a hash of the value and the step. The rounding of a value in a step therefore depends neither on the parallel
+    layout nor on whether the run was resumed.
     """
     bits = values.view(torch.int32)
     noise = (bits ^ (step * _HASH[2] % 2**31)) * _HASH[0]

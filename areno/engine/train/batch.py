@@ -33,7 +33,10 @@ class PackedBatch:
     data: DataPack  # what the loss receives
 
     def on_action_axis(self, values: Tensor) -> Tensor:
-        """Expand ``values``, which has one entry per scored action, to all actions [A]. The added entries are 0."""
+        """Expand ``values`` to the action axis [A], which has one entry per token, except for the first token of each row.
+
+        ``values`` has one entry per scored action, which is a token that is trained on. The entries of all other tokens are 0.
+        """
         mask = self.data["packed_response_mask"]
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).index_copy(0, self.scored, values)
 
@@ -47,9 +50,10 @@ def pack_rows(
 ) -> PackedBatch:
     """Concatenate rows into a microbatch.
 
-    With ``tree``, common prefixes are packed only once if this packing saves at least 10% of the tokens. The loss
-    receives the same data with and without ``tree``; :mod:`areno.loss_fns.loss_interface` lists the keys of this data.
-    With ``routers``, the recorded expert choices of the rows are replayed, and ``count`` counts the replayed choices.
+    With ``tree``, a common prefix of several rows is packed once instead of once per row. If this saves less than 10% of
+    the tokens, ``tree`` has no effect. The loss receives the same data with and without ``tree``;
+    :mod:`areno.loss_fns.loss_interface` lists the keys of this data. With ``routers``, the recorded expert choices of the
+    rows are replayed, and ``count`` counts the replayed choices.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
@@ -99,9 +103,10 @@ _STREAMS = {**dict.fromkeys(_NUMBERS, torch.float32), "versions": torch.int64, "
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Concatenate a per-token list, such as the advantages, of all rows, and return its entries at ``actions``.
+    """Concatenate a per-token list of the rows, such as the advantages. Return the entries at the indices ``actions``.
 
-    ``name`` is the attribute of the rows that holds the list. Return None if no row has this list.
+    ``name`` is the attribute of the rows that holds the list. ``actions`` are the indices of all tokens except the first
+    token of each row. Return None if no row has this list.
     """
     lists = [getattr(row, name) for row in rows]
     if not any(lists):

@@ -157,7 +157,7 @@ class FullyShardedAdamW(Optimizer):
         return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def step_bytes(self, device: torch.device) -> int:
-        """Return 0, because temporary tensors are not counted."""
+        """See :meth:`Optimizer.step_bytes`. This class does not estimate its working memory, and returns 0."""
         return 0
 
     def state_head(self) -> dict[str, Any]:

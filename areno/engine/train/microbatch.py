@@ -62,10 +62,10 @@ class MicroBatching:
     def _most_shared(
         self, rows: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], weights: Weights
     ) -> list[list[int]]:
-        """Assign blocks of rows so that the rows of each bin share prefixes.
+        """Divide blocks of rows into bins (microbatches). If possible, rows with a common prefix are in the same bin.
 
-        Blocks are sorted by the tokens of their first rows. Each block goes to the bin with enough room whose prefix
-        tree grows least. If no bin has enough room, the block starts a new bin.
+        Return the indices of the blocks in each bin. Blocks are sorted by the tokens of their first rows. Each block goes to
+        the bin with enough room whose prefix tree grows least. If no bin has enough room, the block starts a new bin.
         """
         most = self.max_tokens_per_mb or sum(weights)
         bins: list[list[int]] = []

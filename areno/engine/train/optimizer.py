@@ -62,8 +62,9 @@ class OptimizerOptions:
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
         """Return the total size in bytes of both moments of ``count`` weights.
 
-        ``quantised`` is whether ``adam_8bit`` stores the moments of these weights with 8 bits; small tensors keep fp32
-        moments. If ``quantised`` is None, ``count`` must be the size of an unsharded tensor, and determines the format.
+        ``quantised`` matters only with ``adam_8bit``, which stores the moments of small tensors in fp32, and all other
+        moments with 8 bits. ``quantised`` is whether these weights have 8-bit moments. If ``quantised`` is None, ``count``
+        must be the size of an unsharded tensor, because this size determines whether the tensor is small.
         """
         if self.adam_8bit:
             return adam_8bit.state_bytes(count, quantised)
@@ -129,7 +130,8 @@ def make_adam(
 ) -> torch.optim.Optimizer:
     """Create the PyTorch optimizer that updates fp32 tensors or groups of fp32 tensors.
 
-    The tensors are weights or master weights, either whole or as flat shards.
+    The tensors are the model's weights or its master weights. For a sharded optimizer, the tensors are this rank's shards
+    of these weights.
     """
     if config.sgd:
         return torch.optim.SGD(tensors, lr=config.lr, weight_decay=config.weight_decay)
@@ -273,7 +275,8 @@ class Optimizer(ABC):
     def _take_head(self, head: Mapping[str, Any], names: Sequence[str], masters: bool) -> None:
         """Load the fields that :meth:`_head` returned. Raise ValueError if the saved state does not fit this optimizer.
 
-        A pipeline stage needs only some of the saved parameters.
+        The saved state must contain exactly the parameters ``names``. On a pipeline stage, the saved state may also contain
+        the parameters of other stages.
         """
         current, saved = set(names), set(head["names"])
         alike = masters <= head["masters"] if self.is_part else masters == head["masters"]
@@ -434,12 +437,12 @@ def saved_moments(
 
 
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """Load both moments of a parameter's shard. ``index`` selects the shard.
+    """Load both moments of a parameter's shard as fp32 numbers. ``index`` selects the shard.
 
     An 8-bit second moment is returned as its square root, as in :func:`adam_8bit.moments_in`.
 
-    Moments whose quantization blocks did not depend on the sharding were saved as 8-bit codes. All other moments were saved as
-    fp32 numbers.
+    The saved state has the moments either as fp32 numbers or as 8-bit codes, which this function decodes. Codes were saved
+    only if the quantization blocks had the same boundaries as in the unsharded parameter.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:

@@ -33,7 +33,10 @@ class Part:
 
     @classmethod
     def of(cls, batch: PackedBatch, context: Channel | None = None) -> Part:
-        """Select this rank's tokens of ``batch``. The ranks of ``context`` divide the tokens among themselves."""
+        """Select this rank's tokens of ``batch``.
+
+        With context parallelism, ``context`` connects the ranks that divide the tokens among themselves.
+        """
         if context is None or context.size == 1:
             return cls(batch, batch.tokens, batch.plan, batch)
         plan = ContextPlan(batch.plan, context)
@@ -72,7 +75,8 @@ def predict(
     model returns the score at the last token of each sequence [sequences].
 
     With ``entropy``, a policy adds ``packed_entropy`` to the data of the batch. With ``bounds``, a policy adds
-    ``packed_min_logits`` and ``packed_max_logits``. The ranks of ``context`` divide the tokens among themselves.
+    ``packed_min_logits`` and ``packed_max_logits``. With context parallelism, ``context`` connects the ranks that divide
+    the tokens among themselves.
     """
     part = Part.of(batch, context)
     hidden = model.body(part.tokens, part.plan.position_ids, part.plan)

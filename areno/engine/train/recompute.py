@@ -65,8 +65,8 @@ def _kept_of_row(model: PackedModel, tokens: int) -> int:
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):
     """Context manager under which autograd keeps its saved floating-point tensors in host memory.
 
-    Copies from a GPU are exact, and use page-locked memory. Each copy runs in stream order with the other work of the
-    GPU, so the next layer can reuse the GPU memory.
+    Copies from a GPU are exact, and use page-locked host memory. A copy runs on the current CUDA stream, so later work on
+    this stream starts after the copy. The next layer can therefore reuse the GPU memory of a copied tensor.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,8 @@ def recompute_layers(
 def _kept(keeping: Keeping, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Run a layer under activation checkpointing, and store the layer's inputs with ``keeping``.
 
-    Inside the layer, the hooks of activation checkpointing replace those of ``keeping``.
+    ``keeping`` does not apply to tensors that the layer computes. Activation checkpointing discards these tensors, and
+    recomputes them in the backward pass.
     """
     with keeping():
         return run(*arguments, **options)

@@ -1,4 +1,7 @@
-"""Create the routing replay of a forward pass from the recorded expert choices of its rows."""
+"""Combine the recorded expert choices of several rows, to replay these choices in a forward pass over the rows.
+
+:mod:`areno.engine.model.routing` explains routing replay.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -27,8 +30,9 @@ def replay_of(
         lengths: number of tokens of each row.
         routers: the model's routers.
         device: device of the model.
-        places: packed position of each token of the concatenated rows; None if rows share no tokens. The expert choices
-            of a shared token come from the first row that has a record for this token.
+        places: for each token of the concatenated rows, its position in the input of the forward pass. Tokens of a common
+            prefix have the same positions in several rows, and their expert choices come from the first row that has a
+            record for the token. None if the input is the concatenation of the rows.
         count: counter of the replayed choices, or None.
 
     Raises:

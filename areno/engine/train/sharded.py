@@ -10,8 +10,8 @@ With 8-bit moments, parameters and shards are aligned to the quantization blocks
 therefore the same for any number of replicas. For tensors that tensor parallelism shards, the blocks depend on the
 layout. When a run resumes in another layout, the moments of such tensors are quantized again.
 
-Master weights, moments and summed gradients may be in host memory instead of GPU memory. Collectives then copy data
-through the GPU.
+Master weights, moments and summed gradients may be in host memory instead of GPU memory. Data for a collective is then
+first copied to the GPU.
 """
 
 from bisect import bisect_right
@@ -108,9 +108,11 @@ class ZeroAdamW(Optimizer):
             self._watch(segment)
 
     def _cut(self) -> Iterator[tuple[nn.Parameter, bool, slice]]:
-        """For each tensor to update, yield the tensor, whether its moments have 8 bits, and its range in this rank's shard.
+        """Divide this rank's shard of the weights into the tensors that the optimizer updates.
 
-        With ``adam_8bit``, each parameter in the shard is a separate tensor. Otherwise the whole shard is one tensor.
+        For each tensor, yield the tensor, whether its moments have 8 bits, and the slice of the shard that the tensor covers.
+        With ``adam_8bit``, the part of each parameter in the shard is a separate tensor. Otherwise the whole shard is one
+        tensor.
         """
         if not self.config.adam_8bit:
             yield self._master, False, slice(0, self._share)
@@ -170,7 +172,10 @@ class ZeroAdamW(Optimizer):
         return self._shared_memory.tensor(self._first, self._share)
 
     def _buffer(self) -> Tensor:
-        """Return the flat gradient [replicas * share], and allocate the gradient's buffer if necessary."""
+        """Return the flat gradient of all parameters, and allocate it if necessary.
+
+        The flat gradient is one-dimensional. Its length is the number of replicas, times the length of a replica's shard.
+        """
         if self._flat is None:
             self._flat = torch.zeros(self._share * self.peers.data.size, device=self._home)
         return self._flat
@@ -183,7 +188,8 @@ class ZeroAdamW(Optimizer):
     def _own_part(self, value: Callable[[_Segment], Tensor]) -> Tensor:
         """Build this rank's fp32 shard of a flat tensor.
 
-        ``value`` returns the entries of the flat tensor that belong to a parameter.
+        For a segment, which is a parameter's range in the flat tensor, ``value`` returns all entries of the flat tensor in
+        this range. The entries outside this rank's shard are ignored.
         """
         part = torch.zeros(self._share, device=self._home)
         self._fill(part, value)
@@ -195,9 +201,10 @@ class ZeroAdamW(Optimizer):
             self._put(part, value(segment), segment, start, stop)
 
     def _put(self, part: Tensor, values: Tensor, segment: _Segment, start: int, stop: int) -> None:
-        """Write the entries ``start`` to ``stop`` of a flat tensor to ``part``.
+        """Write the entries ``start`` to ``stop`` of a flat tensor to ``part``, which is this rank's shard of the flat tensor.
 
-        ``values`` has all entries of the flat tensor that belong to the parameter of ``segment``.
+        ``start`` and ``stop`` are indices in the flat tensor, and lie in the range of one parameter, which is ``segment``.
+        ``values`` has all entries of the flat tensor in the range of ``segment``.
         """
         entries = values.reshape(-1)[start - segment.start : stop - segment.start]
         part[start - self._first : stop - self._first] = entries.to(part)
@@ -216,7 +223,7 @@ class ZeroAdamW(Optimizer):
                 yield segment, start, stop
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients. If replicas do not share the memory of the gradients, the memory is freed."""
+        """Discard accumulated gradients, and free their memory. Memory that several replicas share is not freed."""
         if self._reduce_buffer is None:
             self._flat = None
         self._gradient = self._gradient.new_zeros(0)
@@ -393,10 +400,10 @@ class ZeroAdamW(Optimizer):
     def _low_parts(
         segment: _Segment, state: dict[str, Any], count: int, first: int, index: Index
     ) -> Iterator[StatePart]:
-        """Yield the moments of the part of a parameter that is in this rank's shard.
+        """Yield the moments of a parameter, but only for those entries of the parameter that are in this rank's shard.
 
-        Moments whose quantization blocks do not depend on the sharding are yielded as 8-bit codes. All other moments are
-        yielded as fp32 numbers.
+        8-bit moments are yielded as codes if tensor parallelism does not shard the parameter, because the quantization blocks
+        then have the same boundaries in every layout. All other moments are yielded as fp32 numbers.
         """
         if not state:
             return

@@ -160,9 +160,10 @@ class SavedState:
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the overlap of a saved chunk and a box of a shard (see :func:`_boxes`). Yield nothing if there is no overlap.
+    """Compute the overlap of a saved chunk and a box. A box is a part of the shard to read; see :func:`_boxes`.
 
-    The overlap is a pair: its slices in the shard, and its slices in the chunk.
+    ``local`` are the slices of the box in the shard, and ``offsets`` are the offsets of the box in the unsharded tensor.
+    Yield the slices of the overlap in the shard, and its slices in the chunk. Yield nothing if there is no overlap.
     """
     here, there = [], []
     for own, offset, start, size in zip(local, offsets, chunk.offsets, chunk.sizes, strict=True):
@@ -175,9 +176,10 @@ def _overlap(
 
 
 def _boxes(index: Index) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """Split the shard of ``index`` into boxes that are contiguous in the unsharded tensor.
+    """Split a shard into boxes. ``index`` describes the shard; see :data:`Index`.
 
-    Yield the slices of each box in the shard, and its offsets in the unsharded tensor.
+    In each dimension of the unsharded tensor, a box covers consecutive indices. For each box, yield its slices in the
+    shard, and its offsets in the unsharded tensor.
     """
     for runs in product(*map(_runs, index)):
         yield tuple(slice(first, last) for first, last, _ in runs), tuple(offset for *_, offset in runs)

@@ -147,8 +147,8 @@ class TrainStep:
             ValueError: there are no rows, some rows lack a per-token list that other rows have, the rows cannot be
                 divided as requested, ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is
                 set for a reward model.
-            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates. An update does not count if
-                the loss scale could still be reduced.
+            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates. With loss scaling, only
+                updates with the minimum loss scale count.
         """
         unit = reduction_of(loss_fn)
         if not rows:
@@ -187,7 +187,8 @@ class TrainStep:
         """Compute the loss and the statistics over all rows, in evaluation mode and without gradients.
 
         Raises:
-            ValueError: there are no rows, some rows lack a per-token list that other rows have, or a pair is incomplete.
+            ValueError: there are no rows, some rows lack a per-token list that other rows have, or a loss over pairs gets
+                an odd number of rows.
         """
         if not rows:
             raise ValueError("measure() needs at least one row, got none")
@@ -200,8 +201,8 @@ class TrainStep:
     ) -> dict[str, float]:
         """Accumulate the gradient of the loss over all rows without an update, and return statistics over all rows.
 
-        Each rank receives all rows, and selects the rows that it processes. Raises ValueError if the rows cannot be
-        divided into pairs.
+        Each rank receives all rows, and selects the rows that it processes. Raises ValueError if a loss over pairs gets an
+        odd number of rows.
         """
         together = 2 if reduction_of(loss_fn) == "pair" else 1
         if len(rows) % together:
@@ -266,7 +267,7 @@ class TrainStep:
         return pack_rows(rows, self.model.device, tree, self.model.routers, self._routing)
 
     def _routing_sums(self) -> Sums:
-        """Return the statistics of replayed routing, summed over the ranks of this replica."""
+        """For this data-parallel replica, return the fraction of replayed expert choices that differ from the router's own."""
         if self.model.routers is None:
             return {}
         counts = read_all([self._routing.changed, self._routing.replayed])
@@ -311,9 +312,10 @@ class TrainStep:
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
     def _keep_up(self, passes: Sequence[Sequence[TrainSequence]], loss_fn: LossFn, backward: bool) -> None:
-        """Run a forward pass and, with ``backward``, a backward pass with a gradient of 0 for each microbatch in ``passes``.
+        """Run additional passes without effect on the gradient, so that all ranks run the same number of passes.
 
-        With FSDP, all ranks must run the same number of passes, because each pass gathers every layer from all ranks.
+        FSDP requires equal numbers, because each pass gathers every layer from all ranks. For each microbatch in ``passes``,
+        run a forward pass. With ``backward``, also run a backward pass with a gradient of 0.
         """
         for rows in passes:
             HEARTBEAT.tick()
@@ -423,8 +425,8 @@ class TrainStep:
     ) -> Iterator[Sequence[TrainSequence]]:
         """Divide rows into microbatches, one for each forward pass.
 
-        If ``mini_bs`` is an integer and the loss declares its unit, :func:`most_tokens` also limits the number of
-        tokens of a microbatch.
+        An integer ``mini_bs`` limits the rows of a microbatch. If the loss also declares its unit (token, sequence or pair),
+        smaller microbatches do not change the result, so :func:`most_tokens` limits the tokens of a microbatch.
         """
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))

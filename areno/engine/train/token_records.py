@@ -13,16 +13,20 @@ from areno.types import TokenRecord, TrainSequence
 
 
 class TokenRecords:
-    """Stores the records that this rank has made for observed rows since the last call of :meth:`take`."""
+    """Stores the log-probs and clip flags that this rank has computed for observed rows since the last call of :meth:`take`.
+
+    A row is observed if its attribute ``observed`` is not -1.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._done: set[int] = set()  # rows recorded on any rank in an earlier step
 
     def note(self, rows: Sequence[TrainSequence], logprobs: Tensor, clipped: TokenFlags | None) -> None:
-        """Record the log-probs and clip flags of a forward pass over ``rows``, both of shape [A].
+        """Record the log-probs and clip flags of a forward pass over ``rows``.
 
-        Rows whose attribute ``observed`` is -1, and rows that already have a record, are skipped.
+        ``logprobs`` and ``clipped`` have one entry for each token of the concatenated rows, except for the first token of each
+        row. Rows whose attribute ``observed`` is -1, and rows that already have a record, are skipped.
         """
         start = 0
         for row in rows:

@@ -1,4 +1,7 @@
-"""Converts configuration sections to engines and to options of engines, optimizers, microbatches and inference servers."""
+"""Opens the engines that configuration sections describe.
+
+Also converts configuration sections to option objects for engines, optimizers, microbatches and inference servers.
+"""
 
 import importlib.util
 import math
@@ -221,9 +224,9 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
 
 
 def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
-    """Return the number of rows of at most ``longest`` tokens that one scoring pass may contain.
+    """Return the maximum number of rows in one scoring pass. Each row has at most ``longest`` tokens.
 
-    The rows together have at most ``max_tokens_per_mb`` tokens. Without this limit, the number is 8.
+    If ``max_tokens_per_mb`` is set, it limits the total number of tokens of the rows. Otherwise, the result is 8.
     """
     return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
 

@@ -60,7 +60,7 @@ _KEPT_CHECKPOINTS = 2
 
 
 def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = False) -> Frequency:
-    """Return the schedule of the action that a section configures, such as saving.
+    """Convert the ``freq_*`` settings of a section to a schedule for saving models, evaluations or checkpoints.
 
     :class:`Frequency` explains ``first`` and ``last``.
     """
@@ -78,7 +78,7 @@ class ExperimentTrainer(TrainingLoop):
     needs: Needs | None = None
     """Contents of a row: a prompt, a prompt with a response, or a pair; None if the workflow determines the contents."""
     section: ClassVar[str] = "ppo_actor"
-    """Prefix of the names of the update's statistics."""
+    """Prefix of the names of training statistics, such as ``ppo_actor`` in ``ppo_actor/update/grad_norm``."""
     logger = _log
     best_may_be_missing = True
 
@@ -183,7 +183,7 @@ class ExperimentTrainer(TrainingLoop):
             raise DataError(problem)
 
     def _open_services(self) -> list[TrackingService]:
-        """Open the tracking services. This comes before a model is loaded, so that a missing login is reported early."""
+        """Open the tracking services. The trainer opens them before it loads a model, to report a missing login early."""
         loggers = self.config.stats_logger
         return open_services(
             RunName(self.config.experiment_name, self.config.trial_name, public_dict(self.config)),
@@ -341,7 +341,10 @@ class ExperimentTrainer(TrainingLoop):
             self._save_last_models()
 
     def _save_last_models(self) -> None:
-        """Finish pending saves. Then save the last step's models, unless they are already saved or ``saver.mode`` is off."""
+        """Wait until pending saves are finished, and then save the models of the last step.
+
+        The models are not saved if they are already saved, or if ``saver.mode`` is ``off``.
+        """
         self.saver.wait()
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)

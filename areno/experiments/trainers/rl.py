@@ -1,10 +1,11 @@
 """Trains with PPO, GRPO and related algorithms.
 
 By default, separate processes generate while this process trains. Alternatively, a single engine alternates between
-generation and training.
+generation and training. A training step has these stages:
 
-    batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
-      -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery checkpoint
+    generate a batch of trajectories -> convert it to rows -> score the rows with the reference, critic and teacher models
+      and with the weights before the update -> compute advantages -> take optimizer steps -> send the new weights to the
+      replicas -> save models -> evaluate -> record statistics -> write a recovery checkpoint
 
 With separate processes, the next batches are generated while the model trains on a batch. Generation may be ahead of training
 by at most ``rollout.max_head_offpolicyness`` weight versions.
@@ -322,7 +323,7 @@ class PPOTrainer(ExperimentTrainer):
         return StepOutcome(rows, numbers, rewards=rewards, sequences=sequences, sample=sample)
 
     def _score_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Set the rewards of the trajectories with the reward model, if there is one."""
+        """If there is a reward model, replace the rewards in ``trajectories`` by the scores of this model."""
         if not self.config.reward_section.path or not trajectories:
             return
         tokens = [row["input_ids"] for trajectory in trajectories for row in samples_of(trajectory)]

@@ -132,7 +132,10 @@ def from_settings(cls: type[T], *sections: Any, **others: Any) -> T:
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return the number of model turns in each row's episode. Episodes whose workflow does not report turns are omitted."""
+    """For each row of the trajectories, return the number of model turns in the episode that produced the row.
+
+    Trajectories whose workflow does not report turns are omitted.
+    """
     return [float(count) for t in trajectories if "num_turns" in t for count in t["num_turns"]]
 
 
