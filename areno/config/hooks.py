@@ -129,8 +129,10 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
 
 
 def user_frame(error: BaseException, path: Path) -> str:
-    """Describe the innermost traceback frame in the folder of ``path``, as `` (at FILE line N: CODE)``; empty if no frame is
-    in this folder.
+    """Describe the code line that raised ``error``, as `` (at FILE line N: CODE)``.
+
+    Only traceback frames whose file is in the same folder as ``path`` are considered. The innermost of these frames is
+    described. If there is no such frame, the result is empty.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == path.parent]
     return f" (at {Path(frames[-1].filename).name} line {frames[-1].lineno}: {frames[-1].line})" if frames else ""

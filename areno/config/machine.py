@@ -23,9 +23,10 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     The options are returned unchanged on a CPU, with ``--device cuda:N``, and in a resumed run.
 
     Otherwise, ``--world-size`` is the number of visible GPUs that rollout processes do not need, rounded down to a multiple
-    of ``--tp-size``. With eight ranks, ``--tp-size`` is normally 4. ``--tp-size`` is 1 with any other number of ranks, with
-    ``--fsdp`` or ``--load-in-4bit``, or if too few GPUs remain for rollout processes. ``--tp-size`` is also 1 if the model's
-    ``config.json`` or the installed transformers does not support a size of 4.
+    of ``--tp-size``. ``--tp-size`` is 4 if ``--world-size`` (set or chosen) is 8, and 1 otherwise.
+
+    In some cases, ``--tp-size`` is 1 even if ``--world-size`` is 8: with ``--fsdp`` or ``--load-in-4bit``, if too few GPUs
+    remain for rollout processes, or if the model's ``config.json`` or the installed transformers does not support a size of 4.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options

@@ -5,8 +5,8 @@ The modules ``*_options.py`` of this package declare the options. Algorithms dec
 experiments (YAML) are declared in ``experiment/*_sections.py``, with ``setting(...)`` of
 ``experiment/setting_declaration.py``.
 
-The annotation of the field is the option's type: ``int``, ``float``, ``str`` or ``bool``, optionally with ``| None``. A
-repeatable option has the type ``tuple[int, ...]`` or ``tuple[str, ...]``. This module does not import torch.
+An option has the type with which its dataclass field is annotated: ``int``, ``float``, ``str`` or ``bool``, optionally with
+``| None``. A repeatable option has the type ``tuple[int, ...]`` or ``tuple[str, ...]``. This module does not import torch.
 """
 
 import difflib
@@ -45,9 +45,11 @@ class OptionInfo:
         path: ``place`` if the value may be a file or folder, ``python`` if the value may be a ``file.py:name``. The path of
             an existing file or folder is stored as an absolute path.
         inherits: dotted path of the setting whose value is used if this setting is unset or empty.
-        inner: for a section, a dict from the names of its fields to dotted paths. Each path replaces the ``inherits`` that
-            the section's class declares for the field. With an empty path, the field inherits nothing.
-        documented: AReaL's documented default, if areno's default differs. This value is accepted even if ``refused`` is set.
+        inner: for a section, a dict from the names of its fields to dotted paths. A field in this dict inherits from the
+            setting at its path, instead of the path in ``inherits`` that the section's class declares for the field. With an
+            empty path, the field inherits nothing.
+        documented: AReaL's documented default, if areno's default differs. If ``refused`` is set, only these two
+            defaults are accepted.
     """
 
     help: str  # one or two sentences for ``--help``

@@ -40,7 +40,8 @@ def looks_like_path(text: str) -> bool:
 def absolute_if_exists(value: Any, *, python: bool) -> Any:
     """Make the path of an existing file or folder absolute. Other values, such as a repo id, are returned unchanged.
 
-    If ``python`` is true, the value is ``file.py``, ``file.py:name`` or the name of a registered object.
+    If ``python`` is true, ``value`` is ``file.py``, ``file.py:name`` or a name without a file. In ``file.py:name``, only the
+    part ``file.py`` becomes absolute. A name without a file is returned unchanged.
     """
     if not isinstance(value, str) or not value or (python and ".py" not in value):
         return value

@@ -53,7 +53,10 @@ class ReplayOptions:
 
     @property
     def changes(self) -> list[str]:
-        """The flags that change a value, each with the new and the recorded value."""
+        """The flags with which the replay changes options of the recorded run.
+
+        Each text contains a flag, its new value, and the option's value in the recorded run.
+        """
         names = sorted(self.replayed.explicit)
         values = ((name, value_of(self.recorded, name), value_of(self.replayed, name)) for name in names)
         return [f"{flag_of(name)} {new} (recorded: {old})" for name, old, new in values if old != new]
@@ -69,8 +72,8 @@ class ReplayOptions:
 def replay_options(run: Path, argv: Sequence[str], out: Path) -> ReplayOptions:
     """Read the options of a run of ``areno train``, and apply the flags in ``argv``.
 
-    ``out`` is the directory of the new run. Raises UsageError if the run cannot be replayed, a flag is invalid, or a flag has
-    no effect on an update.
+    ``out`` is the directory of the new run. The new run repeats optimizer updates on rows that the original run recorded.
+    Raises UsageError if the original run cannot be replayed, a flag is invalid, or a flag has no effect on these updates.
     """
     stored = StoredRun.read(run, "areno replay")
     options = parse_train(["--algo", stored.options.algo, *argv])

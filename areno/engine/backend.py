@@ -80,11 +80,12 @@ class Backend(Generator, Protocol):
     def enable_prefix_cache(self, enabled: bool) -> None:
         """Turn the prefix cache on or off.
 
-        The method has an effect only if the configured ``prefix_cache_tokens`` is 0.
+        If the setting ``prefix_cache_tokens`` is 0 (the default), the prefix cache is off until this method turns it on. With
+        any other value, the prefix cache is always on, and this method does nothing.
         """
 
     def end_rollout(self) -> None:
-        """Abort unfinished requests. If ``keep_rollout_state`` is false, also free the KV cache."""
+        """Abort unfinished requests. Then free the KV cache, except if ``config.keep_rollout_state`` is true."""
 
     def train(
         self,

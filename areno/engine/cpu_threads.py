@@ -1,9 +1,10 @@
 """Adapt PyTorch's CPU thread count to the number of cores that other programs leave free.
 
 An example shows the need: if another program keeps one of two cores busy, two OpenMP threads take twice as long as one thread,
-because each parallel region waits for the thread on the busy core. The thread count is therefore set after the model has been
-loaded, and is adapted at most once every ``PERIOD_S`` seconds. Each change is logged. If ``OMP_NUM_THREADS`` is set, the thread
-count is fixed. Runs with equal thread counts give bitwise equal results.
+because each parallel region waits for the thread on the busy core. areno therefore measures the CPU use of other programs. The
+first measurement takes place while the model is loading. The thread count is set after the model has been loaded, and is then
+adapted at most once every ``PERIOD_S`` seconds. Each change is logged. If ``OMP_NUM_THREADS`` is set, the thread count is
+fixed. Runs with equal thread counts give bitwise equal results.
 """
 
 import logging

@@ -226,7 +226,10 @@ class Engine(Backend):
         return self.loop.load()
 
     def end_rollout(self) -> None:
-        """Abort unfinished requests, and shard gathered weights. Without ``keep_rollout_state``, also free the KV cache."""
+        """Abort unfinished requests, and free the weights that :meth:`begin_rollout` gathered, except this rank's shards.
+
+        Also free the KV cache, except if ``config.keep_rollout_state`` is true.
+        """
         self.loop.cancel_all()
         self._rest()
         if not self.config.keep_rollout_state:
@@ -378,7 +381,7 @@ class Engine(Backend):
                 self._loop.follow_weights()
 
     def _rest(self) -> None:
-        """Wait until generation has finished, then shard gathered weights again."""
+        """Wait until generation has finished. Then free the gathered weights, except this rank's shards."""
         self.wait_idle()
         self.actor.model.weights.release()
 

@@ -20,10 +20,11 @@ class EngineConfig:
     is a language model with an optimizer. With ``nothing``, the actor is a language model without an optimizer. With
     ``reward``, the actor is a sequence classifier with an optimizer, and cannot generate.
 
-    ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, ``compiled`` loads or
-    compiles the decode step before the first token is generated. ``eager`` always decodes without compiled code. ``auto`` loads
-    the decode step that an earlier run has compiled. If no earlier run has compiled the step, ``auto`` compiles the step in the
-    background, provided that enough tokens remain to be generated.
+    ``decode`` is ``auto``, ``compiled`` or ``eager``. On a GPU, ``eager`` disables CUDA graphs. On a CPU, the values have these
+    meanings: ``eager`` never compiles the decode step, and never loads a compiled step. ``compiled`` loads or compiles the
+    decode step before the first token is generated. ``auto`` loads the decode step that an earlier run has compiled. If no
+    earlier run has compiled the step, ``auto`` compiles the step in the background, provided that enough tokens remain to be
+    generated.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

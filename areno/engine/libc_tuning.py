@@ -1,10 +1,10 @@
 """Tune OpenMP and the C allocator for a process that generates and trains on CPUs.
 
-*Only one thread at a time has OpenMP workers.* Every thread that calls PyTorch gets its own OpenMP workers and keeps them. The
-rollout thread and the training thread would therefore together have twice as many workers as there are cores. With more workers
-than cores, GNU OpenMP makes all workers sleep at every barrier: on two cores, a decode step takes 15 ms instead of 4 ms. For
-this reason, a thread that becomes idle stops its workers. The thread's next parallel region restarts the workers in well under
-a millisecond.
+*Idle threads stop their OpenMP workers.* By default, every thread that calls PyTorch gets its own OpenMP workers and keeps
+them. The rollout thread and the training thread would therefore together have twice as many workers as there are cores. With
+more workers than cores, GNU OpenMP makes all workers sleep at every barrier: on two cores, a decode step takes 15 ms instead of
+4 ms. For this reason, areno makes a thread that becomes idle stop its workers. The thread's next parallel region restarts the
+workers in well under a millisecond.
 
 *Freed memory is retained.* By default, malloc returns large freed blocks to the system, so each new block causes page faults. A
 training step on 64 rows with a model of 135 M parameters caused 10 million page faults, which raised the time on two cores from

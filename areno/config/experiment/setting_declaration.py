@@ -50,7 +50,11 @@ class Setting(Option):
 
     @property
     def default_text(self) -> str:
-        """The default as shown in help and docs; empty for a list of sections, and for a section whose default is not null."""
+        """The default as shown in help and docs.
+
+        For a section, the text is ``null`` if the section is absent by default. Otherwise, the text is empty, because help and
+        docs show the defaults of the section's own settings. For a list of sections, the text is empty.
+        """
         if self.info.shown or self.info.required:
             return self.info.shown or "required"
         if (self.shape == "section" and self.default is not None) or self.shape == "sections":
@@ -96,8 +100,9 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 def _cached(function: _Listing) -> _Listing:
     """Cache the results of ``function`` with ``functools.cache``.
 
-    ``typing.cast`` gives the result the type of ``function``, because type checkers reject the classes of mutable dataclasses
-    as arguments of a function that ``functools.cache`` returns.
+    Type checkers accept only hashable arguments for a function that ``functools.cache`` returns. They reject the class of a
+    mutable dataclass, because its instances are not hashable. Therefore, ``typing.cast`` gives the result the type of
+    ``function``.
     """
     return typing.cast(_Listing, functools.cache(function))
 

@@ -94,7 +94,8 @@ def parse_override(text: str, declaration: type | None = None) -> Override:
 def _is_text(path: str, declaration: type) -> bool:
     """Whether the value of a setting, or of a list item, is free text.
 
-    A setting with choices is not free text. Its value is read as YAML, as in a file: ``on`` and ``off`` are booleans.
+    The value of a setting with choices is not free text, but is read as YAML. In such a value, as in a YAML file, ``on`` and
+    ``off`` are booleans.
     """
     paths = paths_of(declaration)
     path = re.sub(r"\.\d+(?=\.)", ".0", path)

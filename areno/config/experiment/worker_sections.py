@@ -18,7 +18,10 @@ ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""Maps the ``no_effect`` text of a setting to the schedulers that read the setting."""
+"""For a setting that is normally ignored: the values of ``scheduler.type`` with which the setting is read.
+
+Each key is the text ``OptionInfo.no_effect`` of such a setting. This text states why the setting is ignored.
+"""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)

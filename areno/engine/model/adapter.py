@@ -7,8 +7,10 @@ the weights, so a decode step costs the same as without an adapter. The weights 
 weights are restored when generation has ended.
 
 Merged bf16 weights would lose small updates to rounding, and 4-bit weights cannot store the merged values. In rollouts with
-bf16 or 4-bit weights, and in all rollouts on GPUs, the adapter is therefore a separate branch. While the adapter is disabled,
-the module computes the outputs of the base model, which is the reference policy.
+bf16 or 4-bit weights, and in all rollouts on GPUs, the adapter is therefore a separate branch.
+
+The reference policy is normally the base model. While the adapter is disabled, the adapted model computes the outputs of the
+base model, so no second model is needed.
 """
 
 from __future__ import annotations

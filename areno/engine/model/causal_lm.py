@@ -1,9 +1,10 @@
 """The policy: a ``transformers`` causal LM, split into a body and a head.
 
-``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The head is
-the ``forward`` of the model's class, with the body replaced by a module that returns its input. The head therefore also
-soft-caps or rescales the logits if the architecture does (Gemma, Granite, Cohere). Rollout and training use the same body and
-head. With the same weights, the results of rollout and training differ only by rounding errors.
+``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The head is a
+copy of the model in which a module that returns its input replaces the body. To compute logits, the model's own ``forward``
+runs on this copy. The logits are therefore also soft-capped or rescaled if the architecture requires it (Gemma, Granite,
+Cohere). Rollout and training use the same body and head. With the same weights, the results of rollout and training differ only
+by rounding errors.
 """
 
 import copy

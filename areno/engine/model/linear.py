@@ -2,7 +2,7 @@
 
 On x86, PyTorch multiplies fp32 matrices with MKL. On non-Intel CPUs, MKL does not use AVX-512. The library oneDNN, which is
 also part of PyTorch, does use AVX-512. For at least 256 rows on two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN
-reaches 440 GFLOP/s. These speeds are the same in the forward pass and in the gradient of the input.
+reaches 440 GFLOP/s. Both libraries compute the gradient of the input as fast as the forward pass.
 
 Without gradients, products with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`). The kernel requires AVX2
 or AVX-512. On Intel CPUs, only output layers with a large vocabulary use areno's kernel, because MKL would repack the weights
@@ -69,7 +69,8 @@ def least_weight() -> int | None:
 def _is_intel() -> bool:
     """Whether the CPU is made by Intel.
 
-    If the maker is unknown, return True. As on Intel CPUs, :class:`FastLinear` then replaces only a few large layers.
+    If the maker is unknown, return True, so that areno treats the CPU like an Intel CPU. On Intel CPUs, :class:`FastLinear`
+    replaces only a few large layers.
     """
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")

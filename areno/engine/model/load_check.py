@@ -35,7 +35,11 @@ def probe_tolerance(dtype: torch.dtype) -> float:
 
 
 def probe_inputs(module: Any, stage: StageLayers | None) -> list[Tensor]:
-    """Return two random sequences of tokens [n]; for pipeline stages after the first, of hidden states [n, C]."""
+    """Return two random input sequences for a forward pass of ``module``. The sequences differ in their length n.
+
+    If ``stage`` is the first stage or None (no pipeline), each sequence is a tensor of token ids [n]. For later stages, each
+    sequence is a tensor of hidden states [n, C].
+    """
     config, like = module.config.get_text_config(), next(module.parameters())
     generator = torch.Generator().manual_seed(0)
     if stage is None or stage.first:

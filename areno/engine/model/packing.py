@@ -86,7 +86,7 @@ class _Group:
         return torch.cat([prefix.expand(self.size, *prefix.shape), self.pad(x)], 1)
 
     def unpad(self, x: Tensor) -> Tensor:
-        """Convert a batch [B, L, ...] to packed values of this group's tokens."""
+        """Remove the padding from a batch [B, L, ...] of B sequences. Return a tensor with one row per token."""
         return _Gather.apply(x.reshape(self.size * self.length, *x.shape[2:]), self.cells)
 
 
@@ -192,7 +192,10 @@ class PackedPlan:
         return self.join(outputs)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run a recurrent layer over hidden states [T, C], with one padded row per sequence."""
+        """Run a recurrent layer over packed hidden states [T, C], and return its packed outputs.
+
+        ``forward`` computes the layer. It is called with padded batches [B, L, C], in which each of the B rows is one sequence.
+        """
         return self.join([group.unpad(forward(group.pad(hidden))) for group in self.groups])
 
     def join(self, outputs: list[Tensor]) -> Tensor:

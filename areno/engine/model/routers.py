@@ -96,7 +96,11 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
 
 
 class _Probe(ChoiceRecorder):
-    """Records the ``topk`` calls in a pass of an MoE layer, and the expert indices that the layer passes to its experts."""
+    """Finds the ``topk`` call with which an MoE layer selects experts.
+
+    During a forward pass of the layer, the probe records the results of all ``topk`` calls, and the expert indices that the
+    module with the experts receives. The call whose result equals these indices selects the experts.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -141,7 +145,10 @@ def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> se
 
 
 def _probe_tokens(model: PackedModel) -> Tensor:
-    """Return token ids; for pipeline stages after the first, hidden states."""
+    """Return the input of a forward pass over a few tokens.
+
+    The input is token ids. For pipeline stages after the first, the input is random hidden states.
+    """
     if model.stage is None or model.stage.first:
         return torch.arange(_PROBE_TOKENS, device=model.device) % model.vocab_size
     width = int(model.config.get_text_config().hidden_size)

@@ -126,9 +126,10 @@ class Choosing(_TopkMode):
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Pass the router's choice ``chosen`` to the :class:`Routing`, and return the expert ids [T, K] to use instead.
+        """Return the indices to use instead of ``chosen``, the result of one ``topk`` call in the MoE layer.
 
-        If the ``topk`` call selects something else, such as groups of experts, return ``chosen``.
+        If the call selects experts, pass ``chosen`` to the :class:`Routing`, and return its expert ids [T, K]. If the call does
+        not select experts, but for example groups of experts, return ``chosen``.
         """
         if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
             return chosen
@@ -174,10 +175,10 @@ class ChoiceReplay(_TopkMode):
         self._tolerance = tolerance
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the experts of the next recorded ``topk`` call.
+        """Return the experts [T, K] that the tokens use: those of the next recorded ``topk`` call, or those in ``chosen``.
 
-        A token keeps its experts in ``chosen`` if their scores differ from the scores of the recorded experts by more than
-        rounding errors.
+        For each token, the scores of both sets of experts are compared. If the scores differ only by rounding errors, the token
+        uses the recorded experts. A larger difference has another cause, so the token uses the experts in ``chosen``.
         """
         width, recorded = next(self._calls, (0, chosen))
         if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):
@@ -250,7 +251,10 @@ class Replay:
         return torch.where(replayed, recorded, chosen)
 
     def again(self) -> Routing:
-        """Return the replay for recomputing the forward pass. It does not count the choices, which are already counted."""
+        """Return a replay of the same choices, for recomputing the forward pass.
+
+        The returned replay has no counter, because the first forward pass has already counted the replayed choices.
+        """
         return Replay(self.recorded, self.routers)
 
     def part(self, first: int, count: int) -> Replay:

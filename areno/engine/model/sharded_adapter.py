@@ -56,7 +56,7 @@ class ShardedAdapter(Adapter):
         return functools.partial(base._parameters.__setitem__, "weight", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """See :meth:`Adapter.sum_of`; the result is this rank's shard of the sum."""
+        """Return this rank's shard of an adapted layer's weight plus its LoRA update; see :meth:`Adapter.sum_of`."""
         first, second = local(layer.lora_A[NAME].weight), local(layer.lora_B[NAME].weight)
         return local(layer.get_base_layer().weight) + second @ first * layer.scaling[NAME]
 

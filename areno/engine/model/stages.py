@@ -91,7 +91,9 @@ def _only(layers: nn.ModuleList, kept: Collection[int]) -> nn.ModuleList:
 def parts_of_body(body: nn.Module) -> tuple[str, str]:
     """Return the attribute names of a body's layer list and final norm.
 
-    Raises UnsupportedModelError: the modules with weights are not one embedding, one layer list and one norm.
+    Besides its embedding, a body must have exactly one layer list, and exactly one other module with weights: the norm.
+
+    Raises UnsupportedModelError: the body does not meet this condition.
     """
     embedding = body.get_input_embeddings()  # type: ignore[operator]
     lists = [

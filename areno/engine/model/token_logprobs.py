@@ -74,8 +74,10 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     """Computes the log-softmax at one index per row, from this rank's slice of each row.
 
-    Every rank must call this function with its own slice, and all ranks get the same results. With ``entropy``, the
-    probabilities of the slice are saved for the backward pass. Without ``entropy``, the scaled logits are saved.
+    Every rank must call this function with its own slice, and all ranks get the same results.
+
+    If ``entropy`` is true, the forward pass also computes entropies. For this purpose, it computes the probabilities of the
+    slice, and saves them for the backward pass. Otherwise, it saves the logits divided by the temperatures.
     """
 
     @staticmethod

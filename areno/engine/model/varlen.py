@@ -2,8 +2,9 @@
 
 Training and prefill use these kernels, which need no padding. The kernels do not support some cases, such as sinks, fp32, head
 sizes above 256 and old GPUs. In these cases, attention uses :func:`~areno.engine.model.attention.scaled_dot_product`, and the
-reason is logged once as a warning. A kernel is selected by its features, not by its version number. Before a kernel is used,
-its forward and backward results are compared with PyTorch's attention.
+reason is logged once as a warning. To find out what a kernel supports, areno inspects the arguments of the kernel's function,
+not the version number of its package. Before a kernel is used, its forward and backward results are compared with PyTorch's
+attention.
 """
 
 import functools

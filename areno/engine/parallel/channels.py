@@ -1,10 +1,10 @@
 """Collectives among the ranks of a group.
 
-CPU ranks on one Linux machine exchange gradients and weights in shared memory. With shared memory, no gradients are sent. Each
-rank accumulates its gradients in its own buffer, which all ranks can read. Afterwards, each rank sums its shard over all
-buffers: first its own buffer, then the other ranks' buffers in rank order. The order is fixed, so equal inputs give equal sums.
-Each shard is summed by one rank, so all ranks see the same result. Ranks wait for each other on gloo's sockets, which takes no
-CPU time. If a rank exits, its connections break, and the waiting ranks raise an error. The memory is anonymous (see
+CPU ranks on one Linux machine exchange gradients and weights through shared memory, instead of sending them. Each rank
+accumulates its gradients in its own buffer, which all ranks can read. Afterwards, each rank sums its shard over all buffers:
+first its own buffer, then the other ranks' buffers in rank order. The order is fixed, so equal inputs give equal sums. Each
+shard is summed by one rank, so all ranks see the same result. Ranks wait for each other on gloo's sockets, which takes no CPU
+time. If a rank exits, its connections break, and the waiting ranks raise an error. The memory is anonymous (see
 :mod:`areno.engine.parallel.segment`), so Linux frees the memory even if a rank is killed.
 """
 
@@ -58,15 +58,18 @@ class Channel:
         return value
 
     def reduce_scatter(self, values: Tensor) -> Tensor:
-        """Sum values [size * n] over the ranks and return this rank's shard [n]."""
+        """Sum ``values`` [size * n] over the ``size`` ranks, and return this rank's shard [n] of the sums."""
         return values
 
     def all_gather_tensor(self, part: Tensor) -> Tensor:
-        """Return the concatenation [size * n] of the ranks' shards [n]."""
+        """Return the concatenation [size * n] of the shards ``part`` [n] of all ``size`` ranks."""
         return part
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """Send chunk i of the values [size * n] to rank i. Return the received chunks [size * n], ordered by sender."""
+        """Split ``parts`` [size * n] into one chunk [n] for each of the ``size`` ranks, and send chunk i to rank i.
+
+        Return the received chunks [size * n], ordered by sender.
+        """
         equal = [len(parts) // self.size] * self.size
         return self.all_to_all_v(parts, equal, equal)
 
@@ -146,14 +149,14 @@ class RankGroup(Channel):
         return self._decode(text) if self.rank else value
 
     def reduce_scatter(self, values: Tensor) -> Tensor:
-        """Sum values [size * n] over the ranks and return this rank's shard [n]."""
+        """Sum ``values`` [size * n] over the ``size`` ranks, and return this rank's shard [n] of the sums."""
         self.traffic["reduce_scatter"] += values.nbytes - values.nbytes // self.size
         part = torch.empty(len(values) // self.size, dtype=values.dtype, device=values.device)
         self._group._reduce_scatter_base(part, values, dist.ReduceScatterOptions()).wait()
         return part
 
     def all_gather_tensor(self, part: Tensor) -> Tensor:
-        """Return the concatenation [size * n] of the ranks' shards [n]."""
+        """Return the concatenation [size * n] of the shards ``part`` [n] of all ``size`` ranks."""
         self.traffic["all_gather_tensor"] += part.nbytes * (self.size - 1)
         gathered = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
         self._group._allgather_base(gathered, part).wait()  # type: ignore[attr-defined]
@@ -252,7 +255,10 @@ class SharedGroup(RankGroup):
 
 
 class SharedReduceBuffer:
-    """Buffers for reduce-scatters in shared memory: one fp32 buffer [size * n] per rank.
+    """Buffers for reduce-scatters in shared memory.
+
+    Each of the ``size`` ranks has one fp32 buffer [size * n]. A reduce-scatter sums the buffers, and gives each rank a shard of
+    n sums.
 
     Attributes:
         values: this rank's buffer, initially 0. The rank writes to no other buffer.
@@ -309,7 +315,10 @@ def meet(
     patience: timedelta = PATIENCE,
     kind: type[RankGroup] = RankGroup,
 ) -> RankGroup:
-    """Join a new process group. With gloo, return once all members have joined.
+    """Create a process group of ``size`` members, and return the group.
+
+    Every member must call this function. On a CPU (gloo), the call returns once all members have joined. On a GPU (NCCL), the
+    call may return earlier.
 
     Args:
         where: rendezvous of the members.

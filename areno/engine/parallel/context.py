@@ -10,8 +10,8 @@ keys, values or outputs.
 In grouped-query attention, key heads are repeated if c does not divide the number of key heads. If c does not divide the number
 of query heads, heads of zeros are added. Using more ranks than heads wastes compute.
 
-All ranks compute the same loss from the predictions of all ranks. A weight's gradient is therefore the sum of the ranks'
-gradients.
+All ranks compute the same loss from the predictions of all ranks. In the backward pass, each rank computes only the part of a
+weight's gradient that belongs to its own tokens. The weight's gradient is the sum of these parts over the ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from areno.engine.parallel.channels import Channel
 class _Exchange(torch.autograd.Function):
     """Exchange values among the ranks, so that each rank gets all tokens of some heads instead of some tokens of all heads.
 
-    The shape changes from [n, size * h, D] to [size * n, h, D]. If ``to_heads`` is False, the exchange is reversed.
+    With ``size`` ranks, the shape changes from [n, size * h, D] to [size * n, h, D]. If ``to_heads`` is False, the exchange is
+    reversed.
     """
 
     @staticmethod
@@ -46,7 +47,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Gather x [n, ...] from all ranks into [size * n, ...].
+    """Gather x [n, ...] from all ``size`` ranks into [size * n, ...].
 
     All ranks use the result, so the backward pass is a reduce-scatter.
     """
@@ -63,9 +64,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks.
+    """Sum x over the ranks.
 
-    All ranks compute the same loss from the sum. The gradient of each term is therefore the gradient of the sum.
+    All ranks compute the same loss from the sum. In the backward pass, the gradient of the loss with respect to x therefore
+    equals the gradient with respect to the sum, and the ranks do not communicate.
     """
 
     @staticmethod

@@ -1,12 +1,13 @@
 """Expert parallelism: ranks divide the experts of each MoE layer and dispatch tokens to the experts (Lepikhin et al. 2020,
 arXiv:2006.16668).
 
-Each of e ranks holds E / e experts of each MoE layer. In each layer, one all-to-all sends every token to the ranks with its
-experts. A second all-to-all returns the experts' outputs. The module's own ``forward`` computes the experts, so this code is
-independent of the architecture. No token is dropped, even if the routing is unbalanced.
+The ranks of a group divide the experts of each MoE layer evenly: with E experts and e ranks, each rank holds E / e experts. In
+each layer, one all-to-all sends every token to the ranks with its experts. A second all-to-all returns the experts' outputs.
+The module's own ``forward`` computes the experts, so this code is independent of the architecture. No token is dropped, even if
+the routing is unbalanced.
 
-All ranks of a group must make the same number of passes. While all weights are gathered, each rank has all experts, so no
-tokens are sent.
+All ranks of a group must make the same number of passes, except during generation. Before generation begins, every rank gathers
+the weights of all experts. Until these gathered weights are freed, no tokens are sent.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from areno.errors import UnsupportedModelError, UsageError
 
 
 class _Route(torch.autograd.Function):
-    """Send rows [sum(sent), ...] to the other ranks, and return the rows [sum(received), ...] that arrive from them.
+    """Send rows to the ranks, and return the rows that arrive from them.
 
-    The sent rows are sorted by receiver, and the returned rows by sender.
+    ``sent[i]`` is the number of rows for rank i. ``received[i]`` is the number of rows from rank i. ``rows`` has the shape
+    [sum(sent), ...] and is sorted by receiver. The result has the shape [sum(received), ...] and is sorted by sender.
     """
 
     @staticmethod

@@ -160,9 +160,10 @@ class EngineGroup(Backend):
         return [pending.future for pending in opened.values()]
 
     def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
-        """Send requests to the leaders of their replicas, and return one future for each leader.
+        """Send each request to the leader (first rank) of the replica to which the request is assigned.
 
-        The key of a future is the tuple of the numbers of the requests that were sent to this leader.
+        Return one future for each leader that received requests. The key of a future is the tuple of the numbers of these
+        requests.
         """
         asked = {}
         for replica, leader in enumerate(self.layout.leaders()):
@@ -266,7 +267,7 @@ class EngineGroup(Backend):
         self.workers.call("engine.enable_prefix_cache", enabled)
 
     def end_rollout(self) -> None:
-        """Abort pending requests. Without ``keep_rollout_state``, also free the KV caches."""
+        """Abort pending requests. Then free each rank's KV cache, except if ``config.keep_rollout_state`` is true."""
         self.workers.call("engine.loop.cancel_all", ranks=self.layout.leaders())
         self._all("end_rollout")
 

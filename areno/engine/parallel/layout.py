@@ -3,7 +3,8 @@
 Ranks form a grid with the axes pipeline, data, context and tensor. The tensor axis varies fastest, so that the ranks that
 communicate most are adjacent. The ranks with the same index on the data axis form a replica. In training, all ranks of a
 replica work on the same rows. Without FSDP, each replica holds a copy of the model. With FSDP, all replicas share one sharded
-copy. The ranks with the same index on the pipeline axis form a stage. All ranks of a stage hold the same layers.
+copy. The ranks with the same index on the pipeline axis form a stage. All ranks of a stage compute the same layers. With tensor
+parallelism or FSDP, each of these ranks holds only shards of the layers' weights.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Layout:
 
     With ``fsdp``, ``dp_size`` x ``cp_size`` ranks shard weights and gradients. Without ``fsdp``, only the optimizer state is
     sharded. Layouts with context or expert parallelism always use FSDP. In an MoE layer, each group of ``ep_size`` ranks
-    divides the experts. Ranks with the same experts shard the weights of these experts.
+    divides the experts. Each expert is thus assigned to one rank in each group. These ranks shard its weights.
 
     The layers are divided into ``pp_size`` x ``pp_chunks`` model chunks. The chunks are assigned to the stages round-robin: of
     two stages with two chunks each, the first stage has the first and the third chunk. ``pp_less`` holds two numbers: the work

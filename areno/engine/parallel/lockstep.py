@@ -172,7 +172,10 @@ class FollowingLoop(LockstepLoop):
         """Do nothing, because the leader's next message contains the new limits."""
 
     def close(self) -> None:
-        """Wait until the leader stops this loop, and free the KV cache afterwards."""
+        """Wait until this rollout loop has ended. Then free the KV cache.
+
+        The loop ends when the leader, which is the first rank of this replica, closes its own loop.
+        """
         if self._thread is not None:
             self._thread.join()
         self.decode.close()

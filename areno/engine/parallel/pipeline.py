@@ -188,8 +188,8 @@ class _Traffic:
     def _forget(self, stage: int, number: int) -> None:
         """Discard completed sends to stage ``stage``.
 
-        ``number`` is the index of a pass that the stage has run. The stage has therefore received the inputs of all earlier
-        passes in its schedule, so the sends of these inputs are complete.
+        ``number`` is the index of a pass that the stage has run. The stage runs its passes in the order of their indices. It
+        has therefore received the inputs of all passes with smaller indices, so the sends of these inputs are complete.
         """
         arrived = [sent for sent in self._sent if sent.stage == stage and sent.taken_by < number]
         for sent in arrived:

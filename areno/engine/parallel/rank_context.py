@@ -2,7 +2,8 @@
 
 Without FSDP, a rank's default process group is its tensor-parallel group. Library code that shards a model across the default
 group therefore uses the tensor-parallel ranks. With FSDP, the default group contains all ranks of the stage, and a device mesh
-defines the stage's axes. All other groups are separate process groups.
+defines the stage's axes. Each other group of :class:`RankContext` is a process group of its own, even if it consists of the
+same ranks as the default group.
 """
 
 from __future__ import annotations

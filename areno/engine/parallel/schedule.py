@@ -55,9 +55,10 @@ def _present(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
 
 
 def needed(action: Action, last: int) -> Action | None:
-    """Return the pass that computes the input of the pass ``action``; None for a forward pass of the first chunk.
+    """Return the pass whose result is the input of ``action``.
 
-    ``last`` is the index of the last chunk.
+    A forward pass of the model's first chunk needs no other pass. In this case, return None. ``last`` is the index of the
+    model's last chunk.
     """
     backward, run, microbatch = action
     if not backward:

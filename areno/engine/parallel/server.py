@@ -110,9 +110,10 @@ class EngineServer:
     # -- run one after the other -------------------------------------------------------------------------------------
 
     def end_rollout(self) -> None:
-        """Wait until no request is pending. Without ``keep_rollout_state``, free the KV cache afterwards.
+        """Abort all pending requests, and wait until they have ended. Then free the KV cache.
 
-        Before the wait, the first rank of the tensor-parallel group aborts all pending requests.
+        Only the first rank of a tensor-parallel group aborts the requests; the other ranks only wait. If the setting
+        ``keep_rollout_state`` is true, the KV cache is kept.
         """
         if self.peers.decides:
             self.engine.end_rollout()

@@ -225,7 +225,11 @@ class WorkerGroup:
             rank.frames.send(text, SILENCE_S)
 
     def _gather(self, method: str, ranks: Sequence[int], futures: list[Future[Any]]) -> list[Any]:
-        """Wait for all results. If only some ranks raise errors, or the errors differ in type, the group fails."""
+        """Wait for the results of all ranks, and return them.
+
+        If all ranks raise errors of the same type, raise one of these errors; the group can still be used. If only some ranks
+        raise errors, or the errors differ in type, the group fails.
+        """
         wait(futures, return_when=FIRST_EXCEPTION)
         wait(futures, timeout=_SETTLE_S)
         done = [(rank, future) for rank, future in zip(ranks, futures, strict=True) if future.done()]

@@ -45,7 +45,8 @@ def least_changes(changes: Iterable[Change], planned: Callable[[Change], tuple[b
 def _changes(options: TrainOptions) -> Iterator[Change]:
     """Yield the possible changes, starting with those that have the smallest effect on speed and results.
 
-    If several accepted changes set the same option, the last one determines its value.
+    Several changes can set the same option, such as smaller and smaller values of ``mini_bs``. If the caller combines such
+    changes, the last one determines the value.
     """
     rollout = get_algorithm(options.algo).requires_rollout
     if rollout and not options.drop_rollout_state:
@@ -68,7 +69,10 @@ def _changes(options: TrainOptions) -> Iterator[Change]:
 
 
 def halves(value: int, least: int) -> Iterator[int]:
-    """Halve a value repeatedly, down to ``least``. Yield each half, rounded down to a multiple of ``least``."""
+    """Halve ``value`` repeatedly, as long as the result is at least ``least``. Yield each result, but not ``value`` itself.
+
+    Yielded results are rounded down to a multiple of ``least``, but the halving continues with the unrounded result.
+    """
     while value // 2 >= least:
         value //= 2
         yield value - value % least

@@ -81,7 +81,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Sizes of one replica's training step."""
+    """Properties of one replica's training step, from which memory, traffic and time are estimated."""
 
     tokens: int  # per microbatch
     microbatches: int = 1  # per optimizer step
@@ -155,7 +155,8 @@ def _activations(model: ModelSizes, layout: Layout, training: Training, stage: i
 def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
     """Return the maximum number of forward passes whose activations a stage must hold at once for later backward passes.
 
-    Each pass runs one model chunk.
+    A stage has ``layout.pp_chunks`` model chunks, each with some of the stage's layers. One pass processes one microbatch with
+    one of these chunks.
     """
     stages, chunks = layout.pp_size, layout.pp_chunks
     first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages

@@ -40,7 +40,11 @@ def keep_one_part(module: nn.Module, tp_size: int) -> None:
 
 
 def all_logits(logits: Tensor, vocab: int) -> Tensor:
-    """Return ``logits`` if they have all ``vocab`` columns. Otherwise, return an uninitialized tensor [N, ``vocab``]."""
+    """Return ``logits`` if they have all ``vocab`` columns. Otherwise, return an uninitialized tensor [N, ``vocab``].
+
+    In a run, a rank with fewer columns gathers the missing columns from other ranks. The memory estimate needs only a tensor of
+    the resulting shape, whose values do not matter.
+    """
     return logits if logits.shape[-1] >= vocab else logits.new_empty((*logits.shape[:-1], vocab))
 
 

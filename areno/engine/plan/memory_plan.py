@@ -72,11 +72,14 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Peak memory in bytes, summed over the ranks that share one memory."""
+        """Peak memory in bytes, summed over all ranks on the same device; see :meth:`of_all`."""
         return self.of_all(self.peak)
 
     def of_all(self, phase: Phase) -> int:
-        """Return the memory of a phase in bytes, summed over the ranks that share one memory."""
+        """Return the memory of a phase in bytes, summed over all ranks on the same device.
+
+        On GPUs, each rank has its own device, so the result is the memory of one rank. On a CPU, all ranks use the host memory.
+        """
         return phase.total * self.sharing - self.common * (self.sharing - 1)
 
     @property
@@ -267,7 +270,8 @@ class _Planner:
     def _logits(self) -> int:
         """Return the size in bytes of the fp32 logits in training, plus the gradients of one chunk of logits.
 
-        If the logits are kept for the backward pass, the logits of all trained tokens count. Otherwise, only one chunk counts.
+        If the logits are kept for the backward pass, the size covers the logits of all trained tokens. Otherwise, the size
+        covers the logits of only one chunk.
         """
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
