@@ -214,8 +214,9 @@ class RayLauncher(RemoteLauncher):
     def _devices(self, role: str, need: RoleNeed, first: int, count: int) -> str:
         """Return the ids of the GPUs that a colocated worker uses.
 
-        The worker shares GPUs with ``count`` workers of the role ``need.beside``, starting with worker number ``first``. It
-        uses the first ``need.gpu`` of their GPUs.
+        The colocated worker shares GPUs with ``count`` workers of the role ``need.beside``, starting with worker number
+        ``first``. The GPUs of these workers, in the order of the worker numbers, form one list. The colocated worker uses
+        the first ``need.gpu`` GPUs of this list.
         """
         holders = [self._tasks[f"{need.beside}/{number}"] for number in range(first, first + count)]
         if len({task.node for task in holders}) > 1:

@@ -71,20 +71,23 @@ class Clip:
         return -bounded * advantage
 
     def is_high(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Return True where the upper bound is active, which makes the gradient 0."""
+        """Return True where ``ratio`` is above ``high`` and the advantage is positive: the gradient of the loss is 0 there."""
         return (ratio > self.high) & (advantage > 0)
 
     def is_low(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Return True where the lower bound is active."""
+        """Return True where ``ratio`` is below ``low`` and the advantage is negative: the gradient of the loss is 0 there."""
         return (ratio < self.low) & (advantage < 0)
 
     def is_dual(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Return True where the dual bound is active."""
+        """Return True where ``ratio`` is above ``dual`` and the advantage is negative: the gradient of the loss is 0 there.
+
+        If ``dual`` is None, the result is False everywhere.
+        """
         bound = torch.inf if self.dual is None else self.dual
         return (ratio > bound) & (advantage < 0)
 
     def removes(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Return True where at least one bound is active."""
+        """Return True where the upper, lower or dual bound makes the gradient of the loss 0."""
         return self.is_high(ratio, advantage) | self.is_low(ratio, advantage) | self.is_dual(ratio, advantage)
 
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
@@ -101,7 +104,7 @@ class Clip:
 
 
 def log_difference(pack: DataPack, logprobs: Tensor) -> Tensor:
-    """Compute log pi - log pi_rollout [A]; 0 outside the response mask."""
+    """Compute log pi - log pi_rollout of each token; 0 outside the response mask."""
     difference = in_float(logprobs) - in_float(pack["packed_logprobs"])
     return torch.where(pack["packed_response_mask"], difference, 0.0)
 
@@ -112,24 +115,28 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 
 def advantages_of(pack: DataPack) -> Tensor:
-    """Return the advantages [A]; 0 outside the response mask."""
+    """Return the advantage of each token; 0 outside the response mask."""
     return torch.where(pack["packed_response_mask"], in_float(pack["packed_advantages"]), 0.0)
 
 
 def over_tokens(values: Tensor, pack: DataPack) -> Mean:
-    """Average values [A] over all response tokens, with gradient. The values must be 0 outside the response mask."""
+    """Compute the mean of ``values`` over all response tokens, with gradient.
+
+    ``values`` has one entry per token. Entries outside the response mask must be 0.
+    """
     return Mean(values.sum(), pack["packed_response_mask"].sum())
 
 
 def over_sequences(values: Tensor) -> Mean:
-    """Average per-sequence values [packed_num_sequences] over all sequences, with gradient."""
+    """Compute the mean of ``values``, which has one entry per sequence, with gradient."""
     return Mean(values.sum(), torch.tensor(len(values)))
 
 
 def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -> Tensor:
-    """Average values [A] over each sequence's tokens under ``mask``; None means the response mask.
+    """Compute, for each sequence, the mean of ``values`` over the tokens that ``mask`` selects.
 
-    Returns one mean per sequence [packed_num_sequences]; 0 for a sequence without tokens under the mask.
+    ``values`` and ``mask`` have one entry per token. If ``mask`` is None, the response mask is used. Returns one mean per
+    sequence; 0 for a sequence without selected tokens.
     """
     mask = pack["packed_response_mask"] if mask is None else mask
     lengths = sequence_sums(mask.to(values.dtype), pack)
@@ -137,7 +144,10 @@ def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -
 
 
 def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss ``policy + coef * kl`` and its statistics. ``policy`` and ``kl`` must be averages over the same units."""
+    """Return the loss ``policy + coef * kl`` and its statistics.
+
+    ``policy`` and ``kl`` must be means over the same tokens or over the same sequences.
+    """
     total = policy.total if kl is None else policy.total + coef * kl.total
     metrics: dict[str, Any] = {
         "policy_loss": policy.detached(),
@@ -154,7 +164,7 @@ def kl_metrics(kl: Mean, coef: float) -> dict[str, Any]:
 
 
 def policy_metrics(pack: DataPack, logprobs: Tensor, ratio: Tensor) -> dict[str, Any]:
-    """Return the statistics that all policy losses report. ``ratio`` is the importance ratio of each token [A]."""
+    """Return the statistics that all policy losses report. ``ratio`` has the importance ratio of each token."""
     mask = pack["packed_response_mask"]
     difference = log_difference(pack, logprobs.detach())
     lengths = sequence_sums(mask.float(), pack)

@@ -33,16 +33,17 @@ def dpo_loss_fn(
     loss_type: str = "sigmoid",
     length_normalized: bool = False,
 ) -> dict[str, Quantity]:
-    """Compute the DPO loss L = mean over pairs of (1 - eps) l(D) + eps l(-D).
+    """Compute the DPO loss, which is a mean over pairs of answers.
 
     D is the log-ratio of the chosen answer minus the log-ratio of the rejected answer. The log-ratio of an answer is
     the sum of log pi - log pi_ref over the response tokens. With ``length_normalized``, this sum is divided by the
     number of response tokens. eps is ``label_smoothing``, the assumed fraction of pairs with swapped labels (Mitchell
-    2023, https://ericmitchell.ai/cdpo.pdf). ``loss_type`` selects l(D):
+    2023, https://ericmitchell.ai/cdpo.pdf). The loss of a pair is (1 - eps) l(D) + eps l(-D), where ``loss_type``
+    selects the function l:
 
-    - ``sigmoid``: -log sigmoid(beta D)
-    - ``ipo``: (D - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036)
-    - ``hinge``: max(0, 1 - beta D) (SLiC, Zhao et al. 2023, arXiv:2305.10425)
+    - ``sigmoid``: l(D) = -log sigmoid(beta D)
+    - ``ipo``: l(D) = (D - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036)
+    - ``hinge``: l(D) = max(0, 1 - beta D) (SLiC, Zhao et al. 2023, arXiv:2305.10425)
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_ref_logprobs``, ``packed_seq_ids`` and

@@ -80,7 +80,10 @@ def grpo_loss_fn(
 
 
 def _average(values: Tensor, pack: DataPack, loss_mean: str, max_tokens: int | None) -> Mean:
-    """Average values [A] as ``loss_mean`` specifies. The values must be 0 outside the response mask."""
+    """Average ``values`` as ``loss_mean`` specifies.
+
+    ``values`` has one entry per token. Entries outside the response mask must be 0.
+    """
     if loss_mean == "token":
         return over_tokens(values, pack)
     if loss_mean == "sequence":

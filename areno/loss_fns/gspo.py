@@ -33,8 +33,8 @@ def gspo_loss_fn(
     """Compute L = mean over sequences i of -min(s_i A_i, clip(s_i, 1 - eps, 1 + eps_high) A_i) + kl_coef KL_i.
 
     The importance ratio of sequence i is s_i = exp(mean_t(log pi(t) - log pi_rollout(t))). mean_t is the mean over the
-    response tokens t of the sequence. A_i is mean_t of the advantage, and KL_i is mean_t of the KL estimate. A sequence
-    without response tokens contributes 0 to the sum, but counts in the number of sequences.
+    response tokens t of the sequence. A_i is mean_t of the advantage, and KL_i is mean_t of the KL estimate. The mean
+    over sequences includes sequences without response tokens. The loss of such a sequence is 0.
     :func:`~areno.loss_fns.grpo.grpo_loss_fn` describes the clip range and the KL term.
 
     Args:

@@ -54,13 +54,13 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 
 def masked_kl(pack: DataPack, logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Return the KL estimate of :func:`kl_penalty` at each token [A]; 0 outside the response mask."""
+    """Return the KL estimate of :func:`kl_penalty` at each token; 0 outside the response mask."""
     mask = pack["packed_response_mask"]
     return kl_penalty(torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0), kind)
 
 
 def reference_kl(pack: DataPack, logprobs: Tensor, coef: float, kind: str) -> Tensor | None:
-    """Estimate the KL divergence to the reference policy at each token [A]; None if the weight ``coef`` is 0.
+    """Estimate the KL divergence to the reference policy at each token; None if the weight ``coef`` is 0.
 
     Raises:
         ValueError: the weight is negative, the estimator is unknown, or the pack has no reference log-probs.

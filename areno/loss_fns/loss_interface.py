@@ -81,8 +81,9 @@ def reduces_over(
     """Declare the unit that a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighboring rows).
 
     Args:
-        unit: the unit, or a function that computes the unit from the keyword arguments that ``functools.partial``
-            binds.
+        unit: the unit, or a function that computes the unit from options of the loss. The function receives a
+            dictionary: the keyword arguments that the caller has bound to the loss with ``functools.partial``. Without
+            bound arguments, the dictionary is empty.
         entropy: request ``packed_entropy``, which costs one more pass over the logits.
         bounds: request ``packed_min_logits`` and ``packed_max_logits``, which together cost one more pass over the
             logits.
@@ -172,6 +173,6 @@ def split_pairs(values: Tensor, loss: str) -> tuple[Tensor, Tensor]:
 
 
 def sequence_sums(values: Tensor, pack: DataPack) -> Tensor:
-    """Sum values [A] over the tokens of each sequence, and return one sum per sequence [packed_num_sequences]."""
+    """Sum ``values``, which has one entry per token, over the tokens of each sequence. Returns one sum per sequence."""
     zeros = values.new_zeros(pack["packed_num_sequences"])
     return zeros.index_add(0, pack["packed_seq_ids"], values)

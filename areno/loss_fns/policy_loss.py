@@ -77,7 +77,9 @@ class PolicyLossConfig(PolicyLossOptions):
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Per-token inputs [A] of the loss and of its statistics. Log-probs and advantages are 0 outside the response mask.
+    """Inputs of the loss and of its statistics, with one entry per token.
+
+    Log-probs and advantages are 0 outside the response mask.
 
     With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens of the sequence that are
     not masked (see ``weights.keep``). ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
@@ -115,8 +117,9 @@ def policy_loss_fn(
     - CISPO: -sg[clip(rho, ...)] A log pi, where sg stops the gradient.
 
     By default pi_p is the behavior policy, which sampled the tokens, and w = 1. In the decoupled loss, pi_p is the
-    proximal policy and w = pi_p / pi_behavior. Optional ``rejection_sampling`` masks tokens or clamps w. The tokens
-    that rejection sampling or M2PO masks have w = 0, but count in N.
+    proximal policy and w = pi_p / pi_behavior. Optional ``rejection_sampling`` masks tokens or clamps w. If
+    ``m2_threshold`` is set, M2PO masks tokens, too (see :func:`~areno.loss_fns.rejection.second_moment_keep`). For a
+    masked token, w is 0. N includes masked tokens.
 
     Distillation adds distill_loss_weight times the mean of (pi / pi_behavior) sg[log pi - log pi_teacher] over all
     response tokens. The gradient of this score-function term is an unbiased estimate of the gradient of the per-token
@@ -189,7 +192,7 @@ def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLossConfig, version: i
 
 
 def _proximal(pack: DataPack, new: Tensor, behavior: Tensor, knobs: PolicyLossConfig, version: int | None) -> Tensor:
-    """Return the log-probs [A] of the policy in the denominator of the ratio."""
+    """Return the log-prob of each token under the policy in the denominator of the ratio."""
     if not knobs.use_decoupled_loss:
         return behavior
     if knobs.needs_proximal:
@@ -212,7 +215,7 @@ def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
 
 
 def _surrogate(terms: _Terms, knobs: PolicyLossConfig) -> tuple[Tensor, dict[str, Any]]:
-    """Compute the loss l_t of each token [A] and its statistics."""
+    """Return the loss l_t of each token (see :func:`policy_loss_fn`), and statistics to report with the loss."""
     ratio, advantage, clip = terms.ratio, terms.advantage, knobs.clip
     if knobs.use_sapo_loss:
         return _soft_gate(terms, knobs)
@@ -251,7 +254,7 @@ def _clip_statistics(terms: _Terms, clipped: Tensor, dual: Tensor) -> dict[str, 
 
 
 def _distillation(pack: DataPack, terms: _Terms) -> tuple[Tensor, Tensor]:
-    """Return two tensors: the distillation loss (summed over tokens), and log pi - log pi_teacher of each token [A]."""
+    """Return two tensors: the distillation loss (summed over tokens), and log pi - log pi_teacher of each token."""
     remedy = "set teacher_logprobs in every row, or set distill_loss_weight=0"
     teacher = required(pack, "packed_teacher_logprobs", "distillation", remedy)
     gap = torch.where(terms.mask, terms.new.detach() - in_float(teacher), 0.0)

@@ -19,10 +19,12 @@ APPROXIMATIONS: tuple[Approximation, ...] = ("loglinear", "linear", "rollout")
 
 
 def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
-    """Return the interpolation weight alpha (0 to 1; see the module) of each token [A].
+    """Return the interpolation weight alpha (0 to 1; see the module) of each token.
 
-    ``versions`` are the weight versions that sampled the tokens, and ``version`` is the version that the update
-    produces. alpha is 0 for tokens whose version equals ``version``, and for prompt tokens, whose versions are negative.
+    ``versions`` has, for each token, the version of the weights that sampled the token. ``version`` is the version of the
+    weights after the update, so the weights before the update have version ``version - 1``. alpha is 0 for tokens of
+    version ``version - 1``, and for prompt tokens, whose versions are negative. alpha is also 0 for tokens of version
+    ``version``, which do not occur in normal training.
     """
     behind = (version - versions).double()
     alpha = ((behind - 1) / torch.where(behind == 0, 1.0, behind)).clamp(0, 1)
@@ -32,10 +34,14 @@ def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
 def approximate_proximal(
     kind: Approximation, behavior: Tensor, current: Tensor, versions: Tensor, version: int
 ) -> Tensor:
-    """Approximate the log-probs of the proximal policy [A], without gradient.
+    """Approximate the log-prob of each token under the proximal policy, without gradient.
 
-    ``loglinear`` interpolates log-probs: l_b + alpha (l - l_b), where l_b is ``behavior`` and l is ``current``.
-    ``linear`` interpolates probabilities. ``rollout`` returns l_b.
+    l_b is ``behavior``, l is ``current``, and alpha is the result of :func:`interpolation_fraction`. ``kind`` selects the
+    approximation:
+
+    - ``loglinear`` interpolates log-probs: l_b + alpha (l - l_b).
+    - ``linear`` interpolates probabilities.
+    - ``rollout`` returns l_b.
 
     Raises:
         ValueError: ``kind`` is unknown.
@@ -65,9 +71,12 @@ def approximation_metrics(
 
     ``proximal`` contains the exact log-probs, which a forward pass computed.
 
-    All metric names begin with ``compute_logp/``. The metrics include those of :func:`divergences`. For each approximation, the
-    metrics also include the approximated log-probs, two importance ratios computed from these log-probs, and the errors
-    of log-probs and ratios.
+    All metric names begin with ``compute_logp/``. The metrics include the exact log-probs and the metrics of
+    :func:`divergences`. For each approximation, the metrics also include:
+
+    - the approximated log-probs, and their errors relative to ``proximal``,
+    - the importance ratios pi_proximal / pi_behavior and pi / pi_proximal with the approximated log-probs of the proximal
+      policy, and the differences between these ratios and the ratios with the exact log-probs.
     """
     behavior, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behavior, current, proximal))
     d = behavior - proximal

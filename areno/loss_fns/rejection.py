@@ -27,7 +27,8 @@ MIN_PROBABILITY = 1e-8
 class RejectionSampling(RejectionSamplingConfig):
     """Bounds on the divergence between the proximal and the behavior policy, as measured by a metric.
 
-    With d = log r, the metrics are
+    r = pi_proximal / pi_behavior is the ratio of a token's probabilities under the two policies, and d is log r. The
+    metrics are
 
     - ``ratio``: r
     - ``kl_k1``: d
@@ -59,7 +60,8 @@ class BehaviorWeights:
 def behavior_weights(
     sampling: RejectionSampling | None, pack: DataPack, proximal: Tensor, behavior: Tensor
 ) -> BehaviorWeights:
-    """Compute importance weights and the mask of kept tokens from the proximal and the behavior log-probs [A].
+    """Compute importance weights and the mask of kept tokens from the log-prob of each token under the proximal and
+    the behavior policy.
 
     Without ``sampling``, the weight of each token is the ratio of its proximal to its behavior probability.
     """
@@ -129,7 +131,8 @@ def second_moment_keep(proximal: Tensor, behavior: Tensor, mask: Tensor, thresho
 
     The tokens with the largest (log pi_b - log pi_p)^2 are masked until the mean of this square over the kept tokens is
     below ``threshold``. At least one token is kept. The selection sorts all tokens of a batch, and therefore runs once,
-    before the division into microbatches. The result is stored in the rows (:attr:`areno.types.TrainSequence.keep`).
+    before the division into microbatches. The caller stores the result in the attribute ``keep`` of the training rows
+    (:class:`areno.types.TrainSequence`).
 
     Args:
         proximal: log-probs at the start of the update [N].

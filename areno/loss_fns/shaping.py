@@ -29,7 +29,11 @@ RewardNorm = Callable[[Tensor, Sequence[int]], Tensor]
 :class:`~areno.loss_fns.norm.Norm` does, and returns the normalized rewards, float64 [B].
 """
 AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
-"""Normalizes advantages of tokens [N]. The arguments are advantages, groups and a mask of tokens, as for ``Norm``."""
+"""Function that normalizes the advantages of the tokens of a batch.
+
+It takes the advantage of each token, the group index of each token and a mask, which is True for the tokens to normalize. It
+returns the normalized advantages, float64. :class:`~areno.loss_fns.norm.Norm` is such a function.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +175,11 @@ def shape_advantages(
 def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> dict[str, Tensor]:
     """Set the advantage of each trained token, and normalize the advantages.
 
-    Before normalization, the advantage is the shaped reward of the token's segment plus the GAE of the KL rewards. The
-    ``reward`` of the rows is ignored. Returns a dictionary with one entry: ``kl_rewards`` contains the sum of the KL
-    rewards of each row (float64).
+    ``credits`` divides the tokens into segments, and has one reward per segment. Before normalization, the advantage of a
+    token is the sum of two terms: the shaped reward of the token's segment, and the advantage that GAE computes from the
+    KL rewards alone. The ``reward`` of the rows is ignored.
+
+    Returns a dictionary with one entry: ``kl_rewards`` contains the sum of the KL rewards of each row (float64).
     """
     lengths = [0] * len(credits.rewards)
     for row, owners in zip(rows, credits.owners, strict=True):

@@ -23,7 +23,11 @@ Parts = list[float]
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Sum and count of a quantity, reported as the mean under the statistic's name."""
+    """Sum and count of the values of a statistic.
+
+    The engine reports the mean (the sum divided by the count). The name of the reported mean is the statistic's key in the
+    metrics of the loss.
+    """
 
     total: Tensor
     count: Tensor
@@ -57,17 +61,20 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A count, which is summed over all microbatches of the optimizer step and reported under the statistic's name."""
+    """A count, which is summed over all microbatches of the optimizer step.
+
+    The name of the reported sum is the statistic's key in the metrics of the loss.
+    """
 
     total: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFlags:
-    """One flag for each token of the action axis, bool [A]. Flags are not reported as scalars.
+    """One flag (bool) for each token of a microbatch, except for the first token of each sequence.
 
-    The statistic ``clipped`` of a loss marks the tokens whose gradient was removed by clipping. ``samples.jsonl`` contains
-    these flags.
+    Flags are not reported as scalars. The statistic ``clipped`` of a loss marks the tokens whose gradient was removed by
+    clipping. ``samples.jsonl`` contains these flags.
     """
 
     values: Tensor

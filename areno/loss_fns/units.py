@@ -1,8 +1,8 @@
 """Losses that are means over units (tokens or pairs), and the tables that name the statistics of these losses.
 
 A unit function returns per-unit quantities by name, including ``loss``. :func:`mean_loss` turns a unit function into a
-loss that also reports statistics. The names of the statistics are those in ``areno train`` and the SDK.
-:func:`with_names` replaces these names.
+loss that also reports statistics. The names of these statistics are the names that ``areno train`` and the SDK report.
+``areno run`` reports the statistics under other names, which :func:`with_names` sets.
 """
 
 import functools
@@ -26,7 +26,11 @@ class Quantity(NamedTuple):
 UnitsFn = Callable[..., dict[str, Quantity]]
 Summary = Literal["mean", "range", "count"]
 Names = Mapping[str, tuple[str, Summary]]
-"""Maps each reported name to the name of a quantity and to the kind of summary."""
+"""Maps the name of each reported statistic to a pair: a quantity and a summary.
+
+The quantity is a key of the dictionary that a unit function returns. The statistic summarizes the values of this quantity: the
+summary ``mean`` is their mean, ``range`` is their mean, minimum and maximum, and ``count`` is the number of units with a value.
+"""
 
 
 def of_all(values: Tensor) -> Quantity:
@@ -55,7 +59,8 @@ def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
 def with_names(loss_fn: LossFn, names: Names, **options: Any) -> LossFn:
     """Bind options to a loss made by :func:`mean_loss`, and report the loss's statistics under other names.
 
-    An entry of ``names`` is ignored if the loss does not return the entry's quantity.
+    ``names`` maps the new names to quantities (see :data:`Names`). An entry of ``names`` is ignored if its quantity is not
+    among the quantities that the loss computes.
     """
     return functools.partial(_renamed, loss_fn=loss_fn, names=names, **options)
 

@@ -28,7 +28,11 @@ CRITIC_NAMES: Names = {
     "old_value": ("old_value_mean", "range"),
     "target_value": ("value_target_mean", "range"),
 }
-"""The critic's statistics in experiments. Maps each name to a quantity of :func:`value_loss_fn` and to a kind of summary."""
+"""The critic's statistics in experiments.
+
+Maps the name of each statistic to a pair (see :data:`~areno.loss_fns.units.Names`): a key of the dictionary that
+``value_loss_fn.units`` returns, and the summary ``range``, which reports the mean, minimum and maximum of the per-token values.
+"""
 
 
 @mean_loss("token", _NAMES)
@@ -37,12 +41,13 @@ def value_loss_fn(
 ) -> dict[str, Quantity]:
     """Compute L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2).
 
-    R is the return, and V_clip is V_old + clip(V - V_old, -eta, eta). If V differs from V_old by more than eta and is
-    closer to R than V_clip, the maximum selects the term with V_clip, which has no gradient.
+    coef is ``value_loss_coef``, V is the current value (``values``), V_old is the value before the update, and R is the
+    return. V_clip is V_old + clip(V - V_old, -eta, eta), where eta is ``cliprange_value``. The token has no gradient if
+    abs(V - V_old) > eta and abs(V - R) < abs(V_clip - R): the maximum then selects the term with V_clip, which is constant.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_values`` and ``packed_returns``.
-        values: current value before each action [A].
+        values: current value before each action, one entry per action.
         cliprange_value: eta, the maximum difference between V_clip and V_old, in units of reward.
         value_loss_coef: weight of the loss.
 

@@ -123,8 +123,9 @@ class FileStore:
     A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file.
     Without ``replace``, only one of two concurrent writers succeeds.
 
-    A lock excludes other writers of the same user. Without the lock, two writers could find the same expired value, and
-    the second writer would delete the new value of the first writer.
+    A writer holds a lock, so that other threads and processes of the same operating-system user cannot write at the same
+    time. Without the lock, two writers could find the same expired value, and the second writer would delete the new value
+    of the first writer. Each user has a separate lock file, so processes of different users do not exclude each other.
 
     A file contains JSON with the value, the time to live in seconds and a unique mark. The time to live starts at the
     file's modification time, which :meth:`touch` renews.

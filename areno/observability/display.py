@@ -1,7 +1,8 @@
 """Shows the progress of a run: a live display on a terminal, or one log line per step elsewhere.
 
 A thread redraws the display, so that the clock of the current phase advances during a step. Warnings scroll above the display.
-The end of the ``with`` block restores the cursor. If the process exits inside the block, an exit handler restores the cursor.
+The live display hides the terminal's cursor, and restores the cursor when it stops. The display is a context manager: it stops
+at the end of its ``with`` block. If the process exits inside this block, an exit handler restores the cursor.
 :mod:`areno.observability.screen` lays out the lines.
 """
 

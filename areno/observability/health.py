@@ -40,9 +40,10 @@ def gap_limit_of(*, fp32: bool, stale: bool) -> float:
 
 
 def gap_remedy(limit: float) -> str:
-    """Return the remedy for a log-prob gap above ``limit``.
+    """Return the remedy for a log-prob gap (mean |rollout - train log-prob|) above ``limit``.
 
-    Fewer optimizer steps do not help, because the gap is measured only in the first optimizer step.
+    The remedy does not suggest fewer optimizer steps per batch. The gap is measured only in the first optimizer step of a
+    batch, so later optimizer steps of the batch do not affect it.
     """
     first = (
         "Check that rollout and training have the same weights and --temperature"
@@ -75,8 +76,8 @@ class HealthMonitor:
         grouped: whether advantages are relative to the mean of their group. Such advantages sum to zero, so the loss is near
             0.
         max_new_tokens: maximum length of a response, in tokens; None if unknown.
-        settings: maps options of ``areno train`` to the corresponding settings of this run. The warnings name the setting
-            instead of the option.
+        settings: maps options of ``areno train`` to the corresponding settings of an experiment (``areno run``). In each
+            warning, these options are replaced by their settings. If None, the warnings name the options.
 
     Raises:
         ValueError: ``window`` is below 1.

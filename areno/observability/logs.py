@@ -139,5 +139,8 @@ def shows_lines() -> bool:
 
 
 def route_console(writer: Callable[[str], None] | None) -> None:
-    """Send console lines to ``writer`` (a live display). If ``writer`` is None, send console lines to the stream again."""
+    """Send console lines to ``writer`` (a live display). If ``writer`` is None, send console lines to the console's stream.
+
+    The console's stream is stderr by default.
+    """
     ConsoleHandler.writer = writer

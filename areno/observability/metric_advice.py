@@ -1,8 +1,10 @@
 """Lists normal values of metrics, and remedies for abnormal values.
 
 ``areno explain`` and ``docs/run-directory.md`` show the normal values and the remedies. A value outside its normal range is
-not an error, but a reason to look closer. The texts name options of ``areno train``; :func:`advice_for` replaces the options
-by the settings of an experiment.
+not an error, but a reason to look closer.
+
+The descriptions of normal values and the remedies name options of ``areno train``. For an experiment (``areno run``),
+:func:`advice_for` replaces each option by the corresponding setting.
 """
 
 import math

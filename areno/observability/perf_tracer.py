@@ -31,7 +31,11 @@ _FIRST_TASK_TRACK = 1_000_000_000
 """Tracks of asyncio tasks have numbers above this limit. Thread ids of the operating system are below the limit."""
 
 _MARKER = "areno: profile begins"
-"""Name of a profiler event at which areno also reads its own clock. The event shows the offset between the two clocks."""
+"""Name of a marker event at the start of a torch profile.
+
+areno reads its own clock when it records this event. The offset between the profiler's clock and areno's clock is the
+difference between the time of the event in the profile and the time that areno read.
+"""
 
 
 class Category(StrEnum):

@@ -56,14 +56,14 @@ def sample_records(
     Args:
         records: all samples of the step. Their ``metadata`` has the prompt index, the sample index and the finish reason.
         trajectories: for each sample, a function that returns its training rows. Only the functions of selected samples are
-            called. At most `MAX_TOKENS` tokens are recorded per step.
+            called. Training rows are recorded sample by sample, as long as they have at most `MAX_TOKENS` tokens in total.
 
     Returns:
         One dictionary per selected sample, in the order of ``records``. Each dictionary has ``step, prompt_index,
         sample_index``, ``picked`` (the reasons for the selection: ``first``, ``best``, ``worst``), ``reward``, ``advantage``,
         ``finish_reason``, ``response_len``, ``logprob_mean`` (over trained tokens; None without trained tokens), ``prompt``
         and ``completion``. Optional entries are ``reward_parts``, ``data`` (other fields of the data row as text),
-        ``messages`` (only for agents) and ``rows`` (until the token limit is reached).
+        ``messages`` (only for agents) and ``rows`` (training rows; missing after the token limit is reached).
 
     Raises:
         ValueError: the sequences differ in length.
@@ -259,7 +259,7 @@ class EvalSamples:
             self._samples[index] = {"prompt_index": index, **_rewarded(record, reward)}
 
     def records(self, step: int) -> list[dict[str, Any]]:
-        """Return the records of the collected answers, for an evaluation after ``step`` completed steps."""
+        """Return the records of the collected answers. ``step`` is the number of training steps before the evaluation."""
         return [{"step": step, **sample} for sample in self._samples.values()]
 
 

@@ -101,7 +101,8 @@ class MemoryUse:
 class ScreenState:
     """The contents of the display.
 
-    ``trends`` has the keys ``reward`` and ``loss``. ``parts`` maps the name of each reward part to its trend.
+    ``trends`` contains the values over the steps of the mean reward (key ``reward``) and of the loss (key ``loss``). A key is
+    missing if no step has reported its statistic. ``parts`` maps the name of each reward part to the trend of its mean.
     """
 
     heading: RunHeading = field(default_factory=RunHeading)

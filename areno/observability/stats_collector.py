@@ -30,9 +30,9 @@ class ReduceType(StrEnum):
     MIN = "min"
     MAX = "max"
     SCALAR = "scalar"
-    """Mean of plain numbers. The number of averaged values is exported as ``name__count``."""
+    """Mean of the numbers that :meth:`StatsTracker.scalar` recorded. Their count is exported as ``name__count``."""
     TIMING = "timing"
-    """Sum of seconds within a process. Over several processes, the largest of these sums."""
+    """Sum of the recorded durations, in seconds. Of the sums of several processes, the largest is exported."""
 
 
 Part = tuple[str, float, float, float, float]

@@ -17,8 +17,9 @@ class StepMemory:
     """Measures the memory use of a run.
 
     Measurements take at most 1 % of the run's time. If steps are short, most steps repeat the values of the last measurement.
-    The kernel and PyTorch record peaks, so a peak between two measurements is not missed. The only exception is the peak of a
-    process that exits between two measurements.
+    Linux records the peak host memory of each process, and PyTorch records the peak GPU memory. Therefore, a peak between two
+    measurements is not missed, unless the process exits before the second measurement. On other operating systems, a peak of
+    host memory between two measurements is missed.
 
     Args:
         gpu_bytes: function that returns the peak size of the tensors on a GPU, in bytes; 0 without a GPU.

@@ -19,7 +19,9 @@ _sessions = SessionTracer(".", enabled=False)
 
 
 def configure(logs: str | Path, role: str, rank: int = 0, *, perf: Args = None, session: Args = None) -> None:
-    """Write the events of the current tracers of the process, and replace the tracers.
+    """Replace the performance tracer and the session tracer of the process by new tracers.
+
+    The new tracers write below the folder ``logs``. Before the replacement, the old tracers write their events to their files.
 
     Args:
         perf: ``enabled``, ``save_interval`` and ``profile_steps`` of the ``perf_tracer`` section; None disables the

@@ -165,8 +165,8 @@ def _opened(section: str, opening: Callable[[], Any]) -> Any:
 class _TrackedRun:
     """Sends numbers to a run of a tracking service.
 
-    ``run`` is the run object of the service's Python package. ``next_step`` maps the last step that was sent (-1 before the
-    first) to the smallest step that the service accepts.
+    ``run`` is the run object of the service's Python package. ``next_step`` is a function that takes the last step sent to the
+    service (-1 if no step has been sent), and returns the smallest step that the service accepts next.
     """
 
     def __init__(

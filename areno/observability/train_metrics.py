@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _Rows = tuple[tuple[str, str, str], ...]
-"""Rows of a table of metrics. A row has three texts: names without the prefix (such as ``train/``), unit and meaning."""
+"""Rows of a table of metrics. A row has three texts: a name, a unit and a meaning.
+
+The name has no prefix (such as ``train/``). With braces, it stands for several metrics with the same unit (:func:`expanded`).
+"""
 _SUMMARY = "{mean,std,min,max}"
 _GRADIENT = "grad_{zero,nonzero,total}"
 
@@ -327,7 +330,7 @@ def expanded(pattern: str) -> list[str]:
 
 
 def documented() -> Iterator[tuple[str, Metric]]:
-    """Yield each metric with the title of its section."""
+    """Yield a pair for each metric in ``SECTIONS``: the title of its section, and the metric."""
     for title, prefix, rows in SECTIONS:
         for names, unit, meaning in rows:
             for name in expanded(names):

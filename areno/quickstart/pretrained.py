@@ -1,4 +1,4 @@
-"""``areno quickstart --real``: trains a pretrained chat model to turn orders into JSON.
+"""``areno quickstart --real``: trains a pretrained chat model to convert customers' orders (short texts) to JSON.
 
 Training uses only reinforcement learning. The task comes from ``examples/structured``. Its files are copied to the
 run's folder, where the user can edit them.
@@ -47,7 +47,8 @@ _GRPO = {
 class RealOutcome:
     """Result of the quickstart. Its fields are the keys of ``summary.json``.
 
-    ``exact_before`` and ``exact_after`` are fractions of exact answers to held-out orders.
+    The task is to convert customers' orders (short texts) to JSON. ``exact_before`` and ``exact_after`` are the fractions of
+    held-out orders that the model converts exactly, before and after training.
     """
 
     exact_before: float
@@ -141,7 +142,7 @@ def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _example() -> Path:
-    """Return the folder of the example ``structured``, which has the files of the task.
+    """Return the folder of the example ``structured``, which has the scripts that define the quickstart's task.
 
     In an installed package, the folder is next to this file. In a checkout, the folder is ``examples/structured``.
     """

@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum is held out, which depends only on the two numbers."""
+        """Whether the problem is reserved for evaluation. This depends only on the two numbers, not on the wording."""
         digest = hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
@@ -100,7 +100,7 @@ def worked_answer(a: int, b: int) -> str:
 
 
 def is_right(problem: Problem, completion: str) -> bool:
-    """Whether a completion ends in the correct answer, by the rule of the reward file."""
+    """Whether a completion ends in ``Answer: N`` with the correct sum N. The reward in ``REWARD_FILE`` uses the same rule."""
     return completion.strip().endswith(f"Answer: {problem.a + problem.b}")
 
 

@@ -62,9 +62,9 @@ class OptionAdvice:
 
     @property
     def kl(self) -> str:
-        """The option that adds a KL penalty relative to the initial model, with a value.
+        """An option and its value, such as ``--kl-coef 0.01``. The option adds a KL penalty relative to the initial model.
 
-        ``a KL term`` if the run has no such option.
+        If the run has no such option, the text is ``a KL term``.
         """
         if self._is_experiment:
             return "actor.kl_loss_coef=0.01"

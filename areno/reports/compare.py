@@ -120,8 +120,11 @@ class RunComparison:
     def equal(self) -> bool:
         """Whether the two runs agree so far.
 
-        Two runs agree if they have the same number of steps, equal metrics and samples within the tolerance, and equal values
-        of all settings that may change results.
+        Two runs agree if all of these conditions hold:
+
+        - Both runs have the same last step.
+        - No metric or sample differs by more than the tolerance (see :class:`~areno.reports.divergence.Divergence`).
+        - No setting that may change results differs.
         """
         decisive = any(setting.changes_results for setting in self.settings)
         lengths = {run["last_step"] for run in self.runs}
@@ -244,9 +247,10 @@ def _causes(
 ) -> list[SettingDifference]:
     """Return the differences in settings and environment that may have caused the first difference in the results.
 
-    A setting may be the cause if it affects the phase in which the results first differ. If no such setting differs, but an
-    earlier step was not bit-equal, the weights may already have differed. In this case, all differing settings that may change
-    results are returned. The environment can affect sampled tokens, log-probs and the update.
+    A setting may be the cause if it affects the phase in which the results first differ. If no such setting differs, the cause
+    may be in an earlier step whose metrics differ, but by no more than the tolerance: the weights of the runs may have differed
+    since then. If there is such an earlier step, all differing settings that may change results are returned. The environment
+    can affect sampled tokens, log-probs and the update.
     """
     if result.different is None:
         return []

@@ -1,8 +1,9 @@
 """Finds the first step at which two runs differ, and the first phase of this step that differs (see ``PHASES``).
 
 The metrics and the entries of ``samples.index`` show which step differs first. The recorded samples of this step show the
-phase. The samples are compared in this order: prompts, log-probs of common tokens, tokens, rewards, advantages. If the samples
-agree, the metrics show the phase. Differences in later phases follow from the first difference.
+phase. The samples are compared in this order: prompts, log-probs, tokens, rewards, advantages. Log-probs are compared up to the
+first token that differs between the runs. If the samples agree, the metrics show the phase. Differences in later phases follow
+from the first difference.
 """
 
 import re
@@ -18,9 +19,12 @@ from areno.storage.metric_columns import Series
 from areno.storage.sample_index import Entries
 
 RELATIVE = 1e-6
-"""Two values of a metric agree if their difference is at most this fraction of the larger value."""
+"""Two values of a metric agree if their difference is at most this fraction of the larger absolute value.
+
+Small differences also agree, see ``ABSOLUTE``.
+"""
 ABSOLUTE = 1e-6
-"""Two values of a metric also agree if their difference is at most this number.
+"""Two values of a metric agree if their absolute difference is at most this number, even if it exceeds ``RELATIVE``.
 
 The number is the size of a rounding error of fp32 log-probs. For learning rates, only ``RELATIVE`` applies.
 """
@@ -28,7 +32,7 @@ LOGPROB = 1e-5
 """Log-probs of a token agree if they differ by at most this many nats."""
 
 PHASES = ("prompts", "sampled tokens", "log-probs", "rewards", "advantages", "update", "evaluation")
-"""Phases of a step. If the metrics of several phases differ, the first of these phases is reported."""
+"""Phases of a step, in order. If metrics of several phases differ between two runs, the first of these phases is reported."""
 _METRIC_PHASES = {
     "evaluation": r"^eval|/eval/",
     "prompts": r"prompt_len|skipped_long|num_sequences|n_seqs$|n_prompts|target_tokens",
@@ -211,8 +215,11 @@ def _first_sample_step(a: Entries, b: Entries) -> int | None:
 def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) -> StepDifference:
     """Describe the first phase in which a step differs between two runs.
 
-    The phase comes from the recorded samples of the step. If the samples agree, or if a metric already shows different
-    prompts, the phase comes from the metrics.
+    If the recorded samples of the step differ, the phase is the first phase in which the samples differ. In two cases, the
+    phase is the first phase whose metrics differ:
+
+    - The samples agree, or a run has recorded no samples of the step.
+    - The samples have the same prompts, but a metric of the phase ``prompts``, such as the number of prompts, differs.
     """
     by_metrics = _metric_difference(step, pairs, _differs)
     samples = _samples(a, step), _samples(b, step)
@@ -268,7 +275,10 @@ def _samples(run: RunData, step: int) -> _Samples:
 
 
 def _ranked(samples: _Samples) -> _Samples:
-    """Renumber the prompts of a step from 0. An experiment numbers its prompts over the whole run."""
+    """Renumber the prompts of a step from 0, so that the samples of ``areno train`` and ``areno run`` can be compared.
+
+    The prompt numbers of ``areno run`` continue from step to step.
+    """
     ranks = {prompt: rank for rank, prompt in enumerate(sorted({prompt for prompt, _ in samples}))}
     return {(ranks[prompt], sample): record for (prompt, sample), record in samples.items()}
 
@@ -316,8 +326,8 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
     """Return the prompts of a step, by their numbers.
 
-    ``with_tokens`` has the keys of the samples whose tokens both runs recorded. A prompt with such a sample is a list of
-    tokens. Other prompts are texts.
+    ``with_tokens`` has the keys (prompt number, sample number) of the samples whose tokens both runs recorded. A prompt is
+    returned as a list of tokens if ``with_tokens`` has a sample of this prompt. Otherwise, the prompt is returned as a text.
     """
     prompts: dict[int, Any] = {}
     for key in sorted(samples, key=lambda key: (key not in with_tokens, key)):

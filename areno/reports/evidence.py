@@ -99,15 +99,18 @@ class Evidence:
     def solved(self) -> bool:
         """Whether the last rewards are close to the highest reward of the run, and no reward part is low.
 
-        The attribute ``neglected`` determines which part is low.
+        A reward part is low if its mean over the last steps is in the lower half of its range. The attribute ``neglected``
+        is the name of the lowest of these parts.
         """
         return self.at_highest and not self.neglected
 
     @cached_property
     def broke(self) -> int | None:
-        """The step at which the reward collapsed; None if the reward did not collapse.
+        """The step at which the reward of a run collapsed.
 
-        From this step on, the reward stays below the midpoint between its highest value and its mean over the last steps.
+        The threshold is (highest reward + mean reward over the last steps) / 2. From this step to the end of the run, the
+        reward does not exceed the threshold. None if the reward of the last step exceeds the threshold, or if no reward
+        exceeds it.
         """
         steps, values = finite(self.run.series("reward"))
         if not len(values):
@@ -142,7 +145,7 @@ class Evidence:
         return share if math.isnan(recorded) else recorded, indices
 
     def spread(self) -> tuple[str, ...]:
-        """Return the IDs of evenly spaced samples of the last steps."""
+        """Return the IDs of at most ``SHOWN`` samples of the last steps, evenly spaced in the order of recording."""
         return self.ids(self.samples.spread(self.samples.late, SHOWN))
 
     def ids(self, indices: Sequence[int] | Indices) -> tuple[str, ...]:

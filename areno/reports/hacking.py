@@ -19,16 +19,22 @@ from areno.reports.svg import short
 from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 
 AT_COST = 0.2
-"""A falling reward part indicates exploitation only if it has lost more than this fraction of its initial value."""
-MOST = 0.5
-"""Minimum fraction of repetitive or equal answers that indicates exploitation.
+"""Minimum fall of a reward part that indicates reward exploitation, as a fraction of the part's initial value.
 
-The fraction refers to the best-rewarded answers in the last steps.
+A policy that exploits its reward can raise one part of the reward at the cost of another part. Smaller falls are ignored.
+"""
+MOST = 0.5
+"""Minimum fraction of repetitive or equal answers that indicates exploitation of the reward.
+
+The fraction is the number of repetitive answers, or of answers with the same text, divided by the number of best-rewarded
+answers in the last steps.
 """
 MORE = 0.3
-"""Repetitive or equal answers indicate exploitation only if their fraction has risen by at least this much during the run.
+"""Minimum increase of the fraction of repetitive or equal answers, from the first to the last steps of the run.
 
-Answers that are repetitive or equal from the start are due to the model or the task.
+The fraction is the number of repetitive answers, or of answers with the same text, divided by the number of best-rewarded
+answers. If the fraction rises less, the answers do not indicate exploitation of the reward. Answers that are repetitive or
+equal from the start are due to the model or the task.
 """
 SHORT_ANSWER = 20
 """Maximum length, in characters, of short answers such as yes or no.
@@ -37,9 +43,10 @@ Many prompts may have the same correct short answer. So the fraction of equal an
 short answers (``NEARLY_ALL``) than for longer answers (``MOST``).
 """
 NEARLY_ALL = 0.9
-"""Minimum fraction of equal short answers that indicates exploitation.
+"""Minimum fraction of equal short answers that indicates exploitation of the reward.
 
-The fraction refers to the best-rewarded answers in the last steps.
+The fraction is the number of answers with the same short text, divided by the number of best-rewarded answers in the last
+steps. ``SHORT_ANSWER`` is the maximum length of a short text.
 """
 
 
@@ -57,8 +64,8 @@ class _Sign:
 def hacking_problems(evidence: Evidence) -> list[RunProblem]:
     """Return the signs of an exploited reward as one problem; [] if there are no signs.
 
-    The key, remedy and samples of the problem come from one sign. If there are several signs, opposed reward parts have
-    priority over repetitive answers, and repetitive answers over equal answers.
+    The text of the problem describes all signs. The key, the remedy and the samples of the problem are those of the most
+    important sign: opposed reward parts have priority over repetitive answers, and repetitive answers over equal answers.
     """
     repetitive = _repetitive(evidence)
     candidates = (_opposed_parts(evidence, repeats=repetitive is not None), repetitive, _identical(evidence))
@@ -120,7 +127,10 @@ def _unrewarded(up: _Part, down: _Part) -> str:
 
 
 def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
-    """Return the IDs of the samples in the last steps with the largest difference between two reward parts."""
+    """Return the IDs of samples from the last steps: those with the largest difference between two reward parts.
+
+    ``high`` and ``low`` are the names of the parts. The difference is the value of ``high`` minus the value of ``low``.
+    """
     samples = evidence.samples
 
     def difference(index: int) -> float:
@@ -135,7 +145,7 @@ def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]
 
     The candidates are the best answers to each prompt. The reward of a selected answer must be at least the median of the
     candidates. In the last steps, the reward must also exceed the mean reward at the start of the run. If more than
-    ``run_samples.CHECKED`` answers remain, ``CHECKED`` of them are selected at equal intervals.
+    ``run_samples.CHECKED`` answers remain, ``CHECKED`` of them are selected, evenly spaced in the order of recording.
     """
     samples, train = evidence.samples, evidence.progress.train
     among = samples.flagged("best", samples.late if late else samples.early)
