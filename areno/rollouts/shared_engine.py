@@ -17,7 +17,11 @@ from areno.types import Request, RolloutResult
 
 
 class SharedEngine:
-    """Gives the trainer's engine the interface of a fleet. Only the trainer closes the engine."""
+    """Generates rollouts with the trainer's engine, instead of a :class:`RolloutFleet` with separate rollout engines.
+
+    A :class:`RolloutFleet` has methods of the same names, so that a trainer can use either class. :meth:`close` does not close
+    the engine, because the trainer closes the engine.
+    """
 
     def __init__(self, engine: Backend) -> None:
         self.engine = engine

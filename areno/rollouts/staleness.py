@@ -7,11 +7,18 @@ number of further episodes that may start (:class:`RolloutStat` explains the cou
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
                     - (accepted + claimed + running) )
 
-Let eta be ``max_head_offpolicyness``, and let B be ``max(1, consumer_batch_size)``. If an episode is admitted at version ``v``,
-fewer than ``(eta + v + 1) * B`` earlier episodes are running, accepted or claimed. If batches used episodes in the order of
-admission, this episode would be used at version ``eta + v`` at the latest. But a batch does not wait for a long episode.
-Shorter episodes overtake the long episode, which is then used later. If the dispatcher has a ``max_staleness``, the dispatcher
-therefore checks each trajectory with :func:`too_old`.
+A claimed episode was rejected or became stale, but still fills a place in a batch. There are claimed episodes only with dynamic
+batches (see :class:`StalenessManager`).
+
+The formula limits the staleness. Let eta be ``max_head_offpolicyness``, and let B be ``max(1, consumer_batch_size)``, which is
+the number of episodes in a batch. Each batch increases the weight version by 1. An episode can start at version ``v`` only if
+the capacity is positive. In this case, fewer than ``(eta + v + 1) * B`` earlier episodes are running, accepted or claimed. Only
+these episodes can fill places in batches. Assume that batches used episodes in the order in which the episodes started. Then at
+most ``eta + v`` batches would come before the batch with the new episode. The new episode would therefore be used at version
+``eta + v`` or earlier.
+
+But a batch does not wait for a long episode. Shorter episodes overtake the long episode, which is then used later. If the
+dispatcher has a ``max_staleness``, the dispatcher therefore checks each trajectory with :func:`too_old`.
 """
 
 import threading
@@ -40,8 +47,8 @@ class StalenessManager:
         max_concurrent_rollouts: maximum number of running episodes; None: ``consumer_batch_size``.
         consumer_batch_size: episodes per training batch.
         max_head_offpolicyness: maximum number of batches that generation may be ahead of training; 0: synchronous training.
-        replaces_rejected: whether another episode may start in place of a rejected episode; False for dynamic batches, which
-            count rejected episodes.
+        replaces_rejected: whether another episode may start in place of a rejected episode; False for dynamic batches. A
+            rejected episode fills a place in a dynamic batch, so the batch then has fewer trajectories.
 
     Raises:
         UsageError: ``max_head_offpolicyness`` is negative.
@@ -90,15 +97,15 @@ class StalenessManager:
         self._add(enqueued=episodes)
 
     def begin(self) -> None:
-        """Count a waiting episode as running."""
+        """Count an episode as running, and no longer as waiting."""
         self._add(enqueued=-1, running=1)
 
     def accept(self) -> None:
-        """Count a running episode as accepted."""
+        """Count an episode as accepted, and no longer as running."""
         self._add(running=-1, accepted=1)
 
     def reject(self) -> None:
-        """Count a running episode as rejected."""
+        """Count an episode as rejected, and no longer as running."""
         self._add(running=-1, rejected=1, claimed=0 if self.replaces_rejected else 1)
 
     def withdraw(self) -> None:
@@ -106,16 +113,17 @@ class StalenessManager:
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
-        """Stop counting an episode as accepted, because training will not use it. Another episode may start instead.
+        """Stop counting an episode as accepted, because training will not use it.
 
         Args:
             stale: count the episode as stale.
-            claimed: allow no replacement, because a dynamic batch counts the discarded episode towards the batch size.
+            claimed: count the episode as claimed: although it is discarded, it fills a place in a dynamic batch. No other
+                episode may start instead. If False, another episode may start.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
     def unclaim(self) -> None:
-        """Stop counting a rejected episode towards a dynamic batch."""
+        """Stop counting an episode as claimed: the rejected or stale episode no longer fills a place in a dynamic batch."""
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
@@ -124,7 +132,7 @@ class StalenessManager:
         Args:
             version: current weight version.
             unused: number of accepted episodes that no batch has used.
-            claimed: number of rejected or stale episodes that a later dynamic batch counts towards the batch size.
+            claimed: number of rejected or stale episodes that will fill places in dynamic batches, without a trajectory.
         """
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)

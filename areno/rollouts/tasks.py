@@ -46,7 +46,7 @@ class EpisodeTask:
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Cancel the episode if it has started."""
+        """Mark the task as cancelled. If its episode has started, cancel the episode."""
         self.cancelled = True
         if self.future is not None:
             self.future.cancel()
@@ -115,7 +115,7 @@ class Watchdog:
             )
 
     def accepted(self) -> None:
-        """Reset the counts after an accepted episode."""
+        """Record an accepted episode: set the numbers of consecutive errors and rejections to 0, and forget the first error."""
         self.counts, self.errors_in_a_row, self.first_error = {}, 0, None
 
     def rejected(self, kind: Rejection, error: BaseException | None = None) -> RolloutStoppedError | None:

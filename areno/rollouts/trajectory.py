@@ -174,7 +174,9 @@ def _of_row(values: Tensor, keep: Tensor) -> Any:
 
 
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
-    """Return the training rows of a batch. Each trajectory is one group, even if some samples of the group were rejected.
+    """Return the training rows of a batch. The rows of one trajectory form one group.
+
+    A trajectory has the rows of all accepted samples of a prompt. If samples were rejected, the group has fewer samples.
 
     If a trajectory has log-probs under other policies (``prox_logp``, ``teacher_logp``, ``ref_logp``), its rows get them too.
     """
@@ -196,8 +198,10 @@ def reward_of(row: dict[str, Any]) -> float:
 
 
 def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
-    """Convert a row of :func:`samples_of` to a :class:`TrajectoryRow`. Tokens with a negative weight version count as not
-    sampled."""
+    """Convert a row of :func:`samples_of` to a :class:`TrajectoryRow`.
+
+    A negative weight version marks a token that the model did not sample, such as a prompt token.
+    """
     sampled = [version >= 0 for version in row["versions"]]
     ends = [before and not after for before, after in pairwise([False, *sampled])]
     return TrajectoryRow(

@@ -108,12 +108,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", responses=_ERRORS)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Complete a conversation with OpenAI's Responses API."""
+        """Complete a conversation. The request and the response have the format of OpenAI's Responses API."""
         return await _chat(service, request, body.chat(), lambda response: ResponsesResponse(response, body))
 
     @app.post("/v1/messages", responses=_ERRORS)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        """Complete a conversation with Anthropic's Messages API."""
+        """Complete a conversation. The request and the response have the format of Anthropic's Messages API."""
         return await _chat(service, request, body.chat(), MessagesResponse)
 
     @app.post("/v1/completions", responses=_ERRORS)

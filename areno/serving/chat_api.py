@@ -183,12 +183,16 @@ class ChatResponse(SampledResponse):
         self._messages = [_PartialMessage(sample, self._expected.reader()) for sample in self._samples]
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the first chunks, with the role of each message."""
+        """Return the first chunk of each choice, which sets the role of the message to ``assistant``."""
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(message, delta, range(0), first=True) for message in self._messages]
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
-        """Add tokens of a sample. Return the chunks to stream: pieces that became final, and the end of the message."""
+        """Add tokens of a sample, and return the chunks to stream. The list is empty if the response is not streamed.
+
+        Each chunk has reasoning, text or a tool call. Text that may be the beginning of a marker or a stop string is held back
+        until more tokens arrive. When the sample ends, a last chunk with the finish reason follows.
+        """
         message = self._messages[sample]
         text = message.sample.take(tokens)
         message.texts.append(text)

@@ -86,7 +86,8 @@ class CompletionResponse(SampledResponse):
         return str(self._job.engine.tokenizer.decode(self._job.prompt_of(sample), skip_special_tokens=False))
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the first chunks, with the prompts. The list is empty if neither ``echo`` nor ``return_token_ids`` is set."""
+        """Return the first chunk of each choice, which has the prompt. The list is empty if neither ``echo`` nor
+        ``return_token_ids`` is set."""
         if not (self._body.echo or self._body.return_token_ids):
             return []
         return [
@@ -95,7 +96,11 @@ class CompletionResponse(SampledResponse):
         ]
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
-        """Add tokens of a sample. Return the chunks to stream: text that became final, and the end of the sample."""
+        """Add tokens of a sample. Return a list with the chunk to stream, or an empty list if there is nothing to stream.
+
+        Text that may be the beginning of a stop string is held back until more tokens arrive. When the sample ends, the chunk
+        has the finish reason.
+        """
         state = self._samples[sample]
         text = state.take(tokens)
         self._content[sample].append(text)

@@ -67,8 +67,8 @@ class Formats:
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintFactory] | None:
         """Return a function that creates the constraint factory of the response; None if the response is not constrained.
 
-        If the function's argument ``after`` is set (for example to ``</think>``), the constraint applies only to the text after
-        this marker.
+        The returned function has an optional argument ``after``: a marker such as ``</think>``. If ``after`` is set, the
+        constraint applies only to the text after this marker.
         """
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
@@ -109,7 +109,7 @@ class MessageReader:
     _called: bool = field(default=False, init=False)
 
     def push(self, text: str) -> list[Piece]:
-        """Add text of the message. Return the reasoning, content and tool calls that have become final."""
+        """Add text of the message. Return the new reasoning, content and tool calls that later text cannot change."""
         return self._read(self._reasoning.push(text)) if text else []
 
     def finish(self) -> list[Piece]:

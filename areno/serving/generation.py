@@ -32,7 +32,11 @@ The samples of a request are numbered consecutively across all its prompts.
 """
 
 _Item = TokenEvent | Future[RolloutResult] | range
-"""A queue entry: a new token, the completed ``Future`` of a prompt, or the indices of samples that restart."""
+"""An entry of the token queue of a request.
+
+A :data:`TokenEvent` is a new token. A ``Future`` means that all samples of one prompt have ended. A ``range`` has the indices
+of samples that restart because their replica failed. The earlier tokens of these samples are discarded.
+"""
 
 
 def by_sample(events: Iterable[TokenEvent]) -> Iterable[tuple[int, list[GeneratedToken]]]:

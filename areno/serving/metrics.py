@@ -38,7 +38,10 @@ _LOAD = (
 
 
 class ServingMetrics:
-    """Metrics of one server. Each scrape also reads the engine's current load."""
+    """Prometheus metrics of one server. The server records requests and latencies when they occur.
+
+    The engine's current load is read each time the metrics are rendered.
+    """
 
     def __init__(self) -> None:
         self.started_ns = time.time_ns()

@@ -29,7 +29,10 @@ class RequestMiddleware:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection. Only HTTP requests are checked."""
+        """Handle one ASGI connection. Check the API key, the host and the body size of HTTP requests.
+
+        Pass all other connections to the application without checks.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,8 +1,9 @@
 """The interface through which the chat endpoints record conversations for training.
 
 Without a recorder, requests are independent. With a recorder, the API key of a request selects a :class:`SessionRecorder`. The
-session recorder stores the conversations of the key, and determines the tokens of each prompt. A continued conversation must
-extend exactly the tokens that the model has read and sampled.
+session recorder stores the conversations of the key, and determines the tokens of each prompt. If a prompt continues a recorded
+conversation, the session recorder reuses the tokens that the model has read and sampled, and appends the tokens of the new
+messages. Tokenizing the whole conversation again could give different tokens.
 """
 
 from collections.abc import Callable, Sequence

@@ -58,8 +58,9 @@ def build_job(
 ) -> GenerationJob:
     """Validate a request against the model and build the engine requests.
 
-    ``max_tokens`` is capped by the remaining context. If a prompt fills ``context_limit``, its response is empty. If
-    ``context_limit`` is None, the model's limit applies, and a prompt that fills this limit is an error.
+    ``context_limit`` is the maximum number of tokens of a prompt plus its response. A prompt that fills ``context_limit`` gets
+    an empty response, without an error. If ``context_limit`` is None, the model's limit applies, and a prompt that fills the
+    model's limit raises ApiError 400. ``max_tokens`` is capped by the remaining context.
 
     Raises ApiError 400 if a value is invalid for this model.
     """

@@ -34,7 +34,7 @@ class ChoiceState:
     finish: FinishReason | None = None  # None while the sample runs
 
     def take(self, tokens: Sequence[GeneratedToken]) -> str:
-        """Add tokens, and return the text that became final."""
+        """Add tokens, and return the new text that later tokens cannot change."""
         self.tokens += tokens
         self.finish = tokens[-1].finish
         text, offsets = self.text.push(tokens)

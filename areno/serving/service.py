@@ -142,8 +142,8 @@ class Service:
     def check_characters(self, characters: int) -> None:
         """Raise ApiError 400 if a request has too much text. Called before tokenizing.
 
-        If the server records conversations for training, the length is not checked: the clients are agents, and an agent
-        receives an empty response if the context is full.
+        The check is skipped if the server records conversations for training. The clients are then agents. If a conversation
+        fills the context, an agent must receive an empty response (see :func:`build_job`), not an error.
         """
         if self.recorder is not None:
             return
@@ -158,12 +158,12 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded")
 
     def deadline(self) -> float:
-        """Return the time, on the event loop's clock, at which a request that begins now times out. Infinite if no timeout
-        is configured."""
+        """Return the deadline of a request that starts now, as a time on the event loop's clock. Infinite if no timeout is
+        configured."""
         return asyncio.get_running_loop().time() + (self.config.request_timeout_s or math.inf)
 
     async def prepare(self, work: Callable[[], Result], samples: int, deadline: float = math.inf) -> Result:
-        """Run ``work`` in a thread, and return its result. Until then, the request occupies ``samples`` places in the queue.
+        """Run ``work`` in a thread, and return its result. Meanwhile, the request occupies ``samples`` places in the queue.
 
         Raises ApiError 429 if the queue is full. Raises ApiError 504 at ``deadline``, or after ``PREPARE_TIMEOUT_S``.
         ``PREPARE_TIMEOUT_S`` does not apply if the server records conversations: a single thread then prepares all requests

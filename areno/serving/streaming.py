@@ -60,7 +60,7 @@ def respond_at_once(job: GenerationJob, chunks: list[dict[str, Any]], builder: R
 
 @contextlib.asynccontextmanager
 async def _until(deadline: float, service: Service) -> AsyncIterator[None]:
-    """Raise ApiError 504 if the block is still running at the deadline."""
+    """Cancel the body of the ``async with`` statement at ``deadline``, and then raise ApiError 504."""
     try:
         async with asyncio.timeout_at(deadline if deadline < math.inf else None):
             yield

@@ -59,7 +59,10 @@ class SampleText:
         return self._cut.matched
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:
-        """Add tokens. Return the text that became final, and each token's character offset. The last token flushes all text."""
+        """Add tokens. Return the new text that later tokens cannot change, and each token's character offset.
+
+        The last token of the sample flushes all text.
+        """
         last, pieces, offsets = tokens[-1], [], []
         hidden = last.finish == "stop" and last.token in self._stop_ids
         for token in tokens:

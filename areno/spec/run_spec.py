@@ -20,13 +20,16 @@ class Frequency:
 
     @property
     def given(self) -> bool:
-        """Whether at least one of the three intervals is set."""
+        """Whether ``epochs``, ``steps`` or ``seconds`` is set."""
         return any(value is not None for value in (self.epochs, self.steps, self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Limits of a run besides its epochs: ``steps`` and trained ``sequences``. The step that reaches a limit is the last."""
+    """Limits of a run, in addition to its number of epochs. The step that reaches a limit is the last.
+
+    ``steps`` limits the number of steps. ``sequences`` limits the number of sequences that the run trains on. None: no limit.
+    """
 
     steps: int | None = None
     sequences: float | None = None

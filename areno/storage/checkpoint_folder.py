@@ -8,8 +8,9 @@ final name, the old checkpoint is restored.
 Two checkpoints of one step share files as hard links, if the file system supports them. Therefore, files are replaced and
 never modified in place.
 
-A resumed run uses the newest undamaged checkpoint, and renames newer, damaged checkpoints to ``.damaged-...``. If a checkpoint
-cannot be read, the run ends with an error instead of using an older checkpoint, because the cause may be temporary.
+A checkpoint is damaged if a file is missing or has wrong contents. A resumed run uses the newest undamaged checkpoint, and
+renames newer, damaged checkpoints to ``.damaged-...``. If a checkpoint cannot be read because of an I/O error, the run ends
+instead of using an older checkpoint, because the cause of the error may be temporary.
 """
 
 import itertools
@@ -113,7 +114,8 @@ class CheckpointFolder:
                 state and the manifest.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or a checkpoint cannot be read.
+            CheckpointError: all considered checkpoints are damaged, or a checkpoint cannot be read because of an I/O error or a
+                different format.
         """
         damaged: list[tuple[Path, str]] = []
         for path_step, path in self._newest_first():
@@ -151,8 +153,9 @@ class CheckpointFolder:
     def _newest_first(self) -> list[tuple[int, Path]]:
         """Return steps and folders of all checkpoints, also of incomplete checkpoints, newest first.
 
-        If ``best`` and another checkpoint have the same step, ``best`` comes last. If there are other checkpoints, a
-        damaged ``best`` is renamed.
+        If ``best`` and another checkpoint have the same step, ``best`` comes directly after this checkpoint. The step of a
+        damaged ``best`` is unknown. If there are other checkpoints, a damaged ``best`` is therefore renamed to
+        ``.damaged-best`` and not returned. Otherwise, it is returned with step 0.
         """
         if not self.root.is_dir():
             return []
@@ -220,7 +223,10 @@ class CheckpointFolder:
         self.prune()
 
     def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> AbstractContextManager[Path]:
-        """Like :meth:`writing`, but replace the best checkpoint. It does not count towards the limit ``keep``."""
+        """Like :meth:`writing`, but replace the best checkpoint.
+
+        The limit ``keep`` of :class:`CheckpointFolder` does not apply to the best checkpoint.
+        """
         return self._writing(self.best, needed_bytes, copy_of)
 
     def writing_named(self, name: str, needed_bytes: int) -> AbstractContextManager[Path]:

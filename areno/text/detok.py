@@ -35,7 +35,7 @@ class IncrementalDetokenizer:
         self._emitted = 0  # number of characters of the decoded window already emitted
 
     def push(self, token_id: int) -> str:
-        """Add one token, and return the text that became final; empty if no text became final."""
+        """Add one token. Return the new text that later tokens cannot change; empty if there is no such text."""
         if token_id in self._hidden:
             return ""
         self._window.append(token_id)

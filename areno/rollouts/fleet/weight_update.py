@@ -81,8 +81,9 @@ def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
 def send(engine: Engine, update: Update) -> str:
     """Send the weights of the trainer as ``update`` specifies. All ranks of the trainer must call this function.
 
-    With ``segment``, the weights are written to shared memory. With ``kept`` and without ``segment``, rank 0 keeps a copy. With
-    ``channel``, the weights are also broadcast. Returns an empty string, or the error of a failed broadcast.
+    If ``update.segment`` is set, rank 0 writes the weights to this shared memory. Otherwise, if ``update.kept`` is set, rank 0
+    keeps a copy of the weights for replicas that start later. If ``update.channel`` is set, rank 0 also broadcasts the weights
+    to this process group. Returns an empty string, or the error of a failed broadcast.
     """
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
@@ -113,7 +114,11 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors if this rank belongs to data-parallel replica 0 or uses FSDP. Otherwise, yield nothing."""
+    """Yield the full tensors if this rank must help to gather them (see :func:`whole_tensors`). Otherwise, yield nothing.
+
+    With FSDP, all ranks help, because every rank has shards. Without FSDP, each data-parallel replica has the whole model.
+    Therefore, only the ranks of replica 0 help.
+    """
     if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
@@ -250,10 +255,11 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
     """Join a process group of ``size`` members. Returns an empty string on success, otherwise the error.
 
     Args:
-        engine: engine of a trainer or a replica. All ranks of a replica join. Only rank 0 of a trainer joins.
+        engine: engine of a trainer or a replica. All ranks of a replica's engine join, but only rank 0 of a trainer's engine.
         where: rendezvous of the members.
         channel: name of the process group.
-        first: rank of the engine's rank 0 in the process group; 0 for the trainer.
+        first: position of the engine's rank 0 among the members; 0 for the trainer. The engine's next ranks get the next
+            positions.
         size: number of members.
     """
     peers = engine.config.peers
@@ -308,17 +314,24 @@ class DialledStore:
         return dist.TCPStore(self.host, self.port, size, False, patience)
 
     def open(self, name: str) -> None:
-        """Do nothing, because the store exists already."""
+        """Do nothing. A group needs no announcement, because its members know the TCP store's address (``host``, ``port``)."""
 
     def come(self, name: str, member: int) -> None:
-        """Do nothing, because members connect to the TCP store without registering first."""
+        """Do nothing. The members of a process group connect directly to the TCP store, and are not registered."""
 
     def members(self, name: str) -> int:
-        """Pretend that all members have joined. They wait for each other only when they create the group."""
+        """Return a number that is larger than any process group, because this rendezvous does not count members.
+
+        A caller that waits until all members have joined therefore continues at once. The members wait for each other later,
+        when they form the process group.
+        """
         return 2**31
 
     def call_off(self, name: str) -> None:
-        """Do nothing, because members cannot be notified. The members time out after :data:`PATIENCE_S` seconds."""
+        """Do nothing, because the members of a process group cannot be notified that the group is cancelled.
+
+        Members that wait for the group time out after :data:`PATIENCE_S` seconds.
+        """
 
 
 def own_specs(engine: Engine) -> list[TensorSpec]:

@@ -17,7 +17,7 @@ SERVED_NAME = "policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """A request for one answer. ``rid`` identifies the request when it is aborted."""
+    """A request for one answer. ``rid`` is the id with which the request can be aborted."""
 
     rid: str
     prompt: list[int]
@@ -28,7 +28,11 @@ class SampleRequest:
 
 @dataclass(slots=True)
 class ServerAnswer:
-    """A server's answer. Each list has one entry per token. Raises EngineError if a token lacks a log-prob or a version."""
+    """A server's answer.
+
+    ``tokens``, ``logprobs`` and ``versions`` (the weight versions) have one entry per token. ``top`` also has one entry per
+    token, or is empty if no top log-probs were requested. Raises EngineError if a token lacks a log-prob or a version.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -57,7 +61,7 @@ class ServerAnswer:
 
 
 class ServerCalls(Protocol):
-    """The HTTP calls of vLLM or SGLang. A call raises EngineError if the server rejects the call or is unreachable."""
+    """The HTTP calls to a vLLM or SGLang server. A call raises EngineError if the server rejects the call or is unreachable."""
 
     product: str
 
@@ -77,7 +81,7 @@ class ServerCalls(Protocol):
         """Load an adapter under a name."""
 
     async def unload_adapter(self, http: httpx.AsyncClient, name: str) -> None:
-        """Unload an adapter. Running samples keep the adapter."""
+        """Unload an adapter. Requests that already use the adapter finish with it; the server rejects new requests for it."""
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """Return the log-probs of the prompt tokens at temperature 1. The first token has no log-prob and no entry."""

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 class ServerChannel:
     """A process group of the trainer's rank 0 and the workers of all servers. When a member changes, the group is recreated.
 
-    This process runs a TCP store, which listens at ``host``. The members of the group connect to this store.
+    The process that creates this object runs a TCP store, which listens at ``host``. The members of the group connect to this
+    store.
     """
 
     def __init__(self, path: str, host: str, bucket_bytes: int) -> None:
@@ -46,7 +47,11 @@ class ServerChannel:
         self._sender: Backend | None = None
 
     def fits(self, engine: Backend) -> bool:
-        """Whether weights can be broadcast. The checkpoint files must use the tensor names of the trainer's model."""
+        """Whether weights can be broadcast to the servers.
+
+        Broadcasts require local safetensors files of the servers' checkpoint that contain all tensor names of the trainer's
+        model. Broadcasts also become impossible if the trainer and the servers fail to connect (see :meth:`_meet`).
+        """
         if self._fits is None:
             self.specs = tuple(engine.run_on_all_ranks(weight_update.own_specs)[0])
             stored = _stored_names(self._path)

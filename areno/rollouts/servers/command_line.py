@@ -52,8 +52,11 @@ class ServerOptions:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether a server in ``addresses`` may be on another machine. A server on another machine can share folders with the
-        trainer, but not memory."""
+        """Whether at least one server in ``addresses`` has an address other than a loopback address.
+
+        Loopback addresses are ``localhost``, ``127.0.0.1`` and ``::1``. areno assumes that a server with another address is on
+        another machine. Such a server can share folders with the trainer, but not memory.
+        """
         hosts = {urlsplit(address).hostname for address in self.addresses}
         return bool(hosts - {"localhost", "127.0.0.1", "::1"})
 

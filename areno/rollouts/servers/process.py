@@ -20,7 +20,10 @@ _END_S, _START_S, _PORT_S = 10.0, 300.0, 60.0
 
 
 class InferenceServerProcess:
-    """A server process on this machine, or on a machine that the launcher of ``processes`` chooses.
+    """The process of an inference server.
+
+    If ``processes.launcher`` is set, this launcher chooses the machine of the process. Otherwise, the process runs on this
+    machine.
 
     Args:
         command: the command with arguments. ``{host}`` and ``{port}`` are replaced by the address at which the server listens.

@@ -57,7 +57,7 @@ class ExternalServer:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request in progress. ``rids`` are the request ids of its samples."""
+    """A request in progress. A separate HTTP call generates each sample of ``request``; ``rids`` has the ids of these calls."""
 
     request: Request
     rids: list[str]
@@ -250,10 +250,10 @@ class ServerReplica:
         return time.perf_counter() - began
 
     async def _change_adapter(self, name: str, folder: Path, version: int) -> None:
-        """Load an adapter, and use it for later requests.
+        """Load the adapter ``name`` from ``folder``, and use it for later requests.
 
-        The previous adapter stays loaded until the next change, because requests for this adapter may still arrive at the
-        server.
+        The adapter that was used before stays loaded until the next change, because requests that were sent earlier may arrive
+        at the server after the change.
         """
         if self._previous:
             await self.calls.unload_adapter(self._http, self._previous)
@@ -292,11 +292,12 @@ class ServerReplica:
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
         """Return token ids, and the server's log-probs of a suffix of these tokens.
 
-        Without an adapter, the prompt is scored. With an adapter, the server generates an answer, and the answer is scored. The
-        generated answer avoids a crash: vLLM 0.32 on CPUs cannot compute prompt log-probs concurrently with other requests of
-        an adapter.
+        Without an adapter, the server scores the prompt. With an adapter, the server instead generates an answer, and the
+        log-probs are those of the answer. The prompt is not scored in this case, because vLLM 0.32 on CPUs crashes if it
+        computes prompt log-probs concurrently with other requests of an adapter.
 
-        Raises EngineError if the call failed. An unhealthy server is also abandoned.
+        If the call to the server fails, this method checks the server's health and raises EngineError. An unhealthy server is
+        marked as failed, and is stopped if areno has started the server.
         """
         try:
             if not self._adapter:

@@ -1,4 +1,4 @@
-"""The HTTP calls of an SGLang server, written for version 0.5.23. The calls are untested with a real server.
+"""The HTTP calls to an SGLang server, written for SGLang 0.5.23. The calls are untested with a real server.
 
 Log-probs refer to the temperature-scaled distribution before top-k and top-p. New weights are loaded from checkpoint folders.
 """
@@ -23,7 +23,7 @@ _UNSET = "default"
 
 
 class SglangCalls:
-    """The HTTP calls of SGLang."""
+    """The HTTP calls to an SGLang server."""
 
     product = "SGLang"
 

@@ -1,4 +1,4 @@
-"""The HTTP calls of a vLLM server (0.32 and later), started with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``.
+"""The HTTP calls to a vLLM server (0.32 and later), started with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``.
 
 With ``--logprobs-mode processed_logprobs``, log-probs refer to the temperature-scaled distribution after top-k and top-p. New
 weights are loaded from checkpoint folders, or received by a broadcast.
@@ -28,7 +28,7 @@ _PREFIX = "generate-tokens-"
 
 
 class VllmCalls:
-    """The HTTP calls of vLLM.
+    """The HTTP calls to a vLLM server.
 
     Args:
         transfers: whether weights may be broadcast to the server. Broadcasts require areno's worker extension in the server.
@@ -99,8 +99,10 @@ class VllmCalls:
     async def receive(
         self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
     ) -> None:
-        """Load weights that the group's first member broadcasts. Generation is paused as in :meth:`load_weights`. After a
-        failure, the server must reload its weights before it can generate.
+        """Let the server load the weights that the trainer broadcasts to the process group of :meth:`join_group`.
+
+        Generation is paused as in :meth:`load_weights`. After a failure, the server must reload its weights before it can
+        generate.
         """
         await post_json(http, "/pause", mode="keep")
         await post_json(http, "/start_weight_update")

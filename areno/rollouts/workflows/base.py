@@ -85,7 +85,10 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.workflow, self.group_size = workflow, group_size
 
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """Generate all samples for a data row, and return one trajectory with their rows. None if all samples were rejected."""
+        """Generate all samples for the data row ``data``. Return one trajectory with the training rows of all accepted samples.
+
+        If all samples were rejected, return None.
+        """
         results = await self.workflow.arun_group(engine, data, self.group_size)
         accepted = [trajectory for result in results if (trajectory := as_trajectory(result)) is not None]
         if dropped := len(results) - len(accepted):

@@ -51,7 +51,11 @@ def _is_packaged(module: ModuleType) -> bool:
 
 
 class RewardCall:
-    """Calls a workflow's reward function with the data of a reward record. ``sent`` is the pickled function or its name."""
+    """Calls a workflow's reward function for one sample, which a :class:`RewardRecord` describes.
+
+    The function gets four positional arguments: prompt and completion as text, and the token ids of both. The columns of the
+    data row are its keyword arguments. ``sent`` is the pickled function or its name.
+    """
 
     def __init__(self, sent: bytes | str) -> None:
         # Error messages find the function's file through the attribute ``func``.

@@ -84,7 +84,11 @@ class AgentProcesses:
 
 
 def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
-    """Return the kind and the value of the process's answer. If the process failed, return ``died`` and the reason."""
+    """Let a process run the agent of a pickled job. Return a list of two items.
+
+    The list is ``["value", REWARDS]`` if the agent succeeded, and ``["error", TRACEBACK]`` if the agent failed. If the process
+    died or violated the protocol, the list is ``["died", REASON]``.
+    """
     try:
         worker.frames.send(job)
         kind, value = json.loads(worker.frames.receive())

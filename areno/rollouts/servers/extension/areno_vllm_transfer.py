@@ -37,7 +37,11 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class WeightInfo(WeightTransferUpdateInfo):
-    """The tensors of a broadcast, in order. A bucket has at most ``bucket_bytes``. A larger tensor is alone in its bucket."""
+    """The tensors to receive, in order.
+
+    Consecutive tensors are packed into a bucket of at most ``bucket_bytes`` bytes, and each bucket is broadcast as a whole. A
+    larger tensor is alone in its bucket.
+    """
 
     names: list[str]
     dtypes: list[str]
