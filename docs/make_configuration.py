@@ -225,9 +225,9 @@ def _section(declaration: type, places: list[str]) -> str:
 
 
 def _common(reasons: Iterable[str]) -> str:
-    """Return the common reason of all settings of a section, or an empty string if their reasons differ.
+    """Return the reason that all settings of a section have in common; an empty string if their reasons differ.
 
-    The reason of a setting says why areno refuses the setting, or why the setting has no effect.
+    ``reasons`` has one text per setting. The text states why areno refuses the setting, or why the setting has no effect.
     """
     every = set(reasons)
     return every.pop() if len(every) == 1 else ""

@@ -25,7 +25,10 @@ _REMOTE_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def last_frame(command: list[str]) -> str:
-    """Run the command and return the last frame with its styles."""
+    """Run a command that shows a live display, and return the last frame of this display.
+
+    The frame contains the terminal's codes for colors and styles.
+    """
     controller, terminal = pty.openpty()
     variables = {"TERM": "xterm-256color", "COLUMNS": str(WIDTH), "LINES": str(HEIGHT), "PYTHONIOENCODING": "utf-8"}
     process = subprocess.Popen(

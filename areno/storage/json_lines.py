@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Maps the strings that represent NaN and infinity in a file to floats, because JSON cannot express these numbers."""
+"""Maps each string that represents NaN or an infinity in a file to the corresponding float.
+
+The files contain strings in place of these numbers, because JSON cannot express them.
+"""
 MAX_BYTES = 2**24
 """Maximum number of bytes of a line, and of a file with a single JSON value, so that a large file cannot exhaust memory."""
 _STEPS = 2**63

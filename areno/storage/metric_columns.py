@@ -97,7 +97,10 @@ class MetricColumns:
         self._last = b""
 
     def _line_before(self, file: BinaryIO) -> bytes:
-        """Return the beginning of the line that was read last. These bytes change only if the file is replaced."""
+        """Return the first bytes of the last line that :meth:`update` has read so far.
+
+        These bytes change only if the file is replaced.
+        """
         file.seek(self._read - self._length)
         return file.read(min(self._length, _PROBE))
 

@@ -115,8 +115,9 @@ class RunDirectory:
 
         Also delete the saved rollouts of these steps. Return the number of deleted lines.
 
-        The steps in ``eval_samples.jsonl`` are numbers of completed steps, so its lines up to ``step + 1`` are kept. If
-        ``step`` is -1, this file is emptied, because a run that starts again repeats its first evaluation.
+        Steps are numbered from 0. An evaluation in ``eval_samples.jsonl`` is recorded under the number of completed steps, so
+        the evaluation after step 0 is recorded under 1. Therefore, the lines up to ``step + 1`` are kept in this file. If
+        ``step`` is -1, the file is emptied, because the run repeats the evaluation before the first step.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):

@@ -1,4 +1,6 @@
-"""Tables of the paths of ``areno train`` and ``areno run``, and the lookup of a run's newest model.
+"""The paths that ``areno train`` and ``areno run`` write, and functions that find the checkpoints and models of a run.
+
+The paths in the left column are those of ``areno train``. The paths in the right column are those of ``areno run``:
 
     runs/<name>/                                   {fileroot}/logs/{user}/{experiment}/{trial}/
       config.yaml  metrics.jsonl  samples.jsonl      the same
@@ -7,7 +9,7 @@
       checkpoints/best/                              checkpoints/recover/best/
       checkpoints/models/step_000100/                checkpoints/default/epoch0epochstep99globalstep99/
 
-The lookup reads ``config.yaml``, because settings may place checkpoints in other folders.
+The functions read ``config.yaml``, because settings may place checkpoints in other folders.
 """
 
 import os
@@ -71,6 +73,8 @@ def checkpoints_of(run: Path, option: str) -> Path:
 def newest_model(source: str | Path, option: str) -> str:
     """Return the newest model in a run directory or a folder of checkpoints. Any other ``source`` is returned unchanged.
 
+    The newest checkpoint, the best checkpoint and the newest saved model are compared by their numbers of completed steps.
+
     Raises:
         UsageError: a run has no checkpoint, or its configuration is unreadable. The message starts with ``option``.
         CheckpointError: the best checkpoint cannot be read.
@@ -90,7 +94,7 @@ def newest_model(source: str | Path, option: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedModels:
-    """The number of completed steps for each checkpoint and each model that a run saved."""
+    """The numbers of steps that a run had completed when it saved its checkpoints and models."""
 
     checkpoints: list[int]
     best: int | None  # completed steps of the best checkpoint; None if there is no best checkpoint

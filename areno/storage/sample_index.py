@@ -47,7 +47,7 @@ def index_path(samples: Path) -> Path:
 def append_entries(samples: Path, rows: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offset: int) -> None:
     """Append the entries of ``lines``, which were appended to ``samples`` at byte ``offset``.
 
-    If the index does not end at ``offset``, the index is first rebuilt from the samples before ``offset``.
+    If the index does not cover exactly the first ``offset`` bytes of ``samples``, the index is first rebuilt from these bytes.
     """
     path = index_path(samples)
     entries = _entries(rows, [len(line) for line in lines], offset)
@@ -92,7 +92,8 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
 
     Args:
         tokens: whether to return the key ``rows``, which contains the tokens. If False, the line is read only up to ``rows``,
-            and ``text`` is ignored. If ``rows`` does not begin in the first 64 KiB of the line, ``tokens`` has no effect.
+            and ``text`` is ignored. Exception: if ``rows`` does not begin in the first 64 KiB of the line, the whole line is
+            read as if ``tokens`` were True.
         text: casefolded text that the line must contain.
 
     Returns:

@@ -1,8 +1,8 @@
 """Structured output: constrain responses to JSON, JSON schemas or tool calls.
 
 `llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``) compiles a grammar once per tokenizer and
-process. Each sample uses a copy of the compiled state. Reasoning is not constrained. If ``after`` is set, the grammar
-applies only after the marker ``after``, which ends the reasoning.
+process. Each sample uses a copy of the compiled state. To leave reasoning unconstrained, set the option ``after`` of a
+constraint to the marker that ends the reasoning, such as ``</think>``. The grammar then applies only after this marker.
 """
 
 from __future__ import annotations
@@ -202,7 +202,10 @@ class _GrammarState:
         return mask
 
     def forces(self, token: int) -> bool:
-        """Return whether the response must continue with the text of ``token``. ``token`` must be an allowed token."""
+        """Return whether the response can continue only with the characters of ``token``, which must be an allowed token.
+
+        Other tokens may still be allowed, because the same characters can be split into tokens in several ways.
+        """
         if self._choices == 1:
             return True
         text = self._matcher.compute_ff_bytes()

@@ -21,10 +21,11 @@ _warned: WeakSet[Any] = WeakSet()  # tokenizers for which a warning was logged
 
 
 def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
-    """Find a chat template marker in a prompt; None if there is no marker, or if no chat template will be applied.
+    """Return a chat template marker that a prompt contains; None if there is no marker.
 
     Markers are the tokenizer's special tokens, the turn markers of published templates, and ``<think>`` at the end of a
-    prompt. Text that looks like a rendered conversation is not searched, because no template is applied to such text.
+    prompt. Also returns None if areno does not apply a chat template to the prompt, because the tokenizer has no chat
+    template, or because the prompt is text that looks like a rendered conversation.
     """
     if not getattr(tokenizer, "chat_template", None) or (isinstance(prompt, str) and is_chat_formatted(prompt)):
         return None

@@ -44,7 +44,8 @@ def template_messages(
 def has_python_arguments(rendered: str, messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a rendered prompt shows the arguments of a tool call as a Python dict.
 
-    If so, the template expects the arguments of tool calls as JSON text.
+    This happens if the template expects the arguments as JSON text, but was given a dict. The template then inserts the
+    Python form of the dict, such as ``{'city': 'Rome'}``.
     """
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     arguments = [call["function"]["arguments"] for call in calls]

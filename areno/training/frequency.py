@@ -43,7 +43,10 @@ class StepInfo:
 
 
 class FrequencyControl:
-    """The schedule of one action. Raises UsageError if an interval is not above 0. ``clock`` returns the time in seconds."""
+    """The schedule of one action of the training loop, such as evaluating or saving models.
+
+    Raises UsageError if an interval is not above 0. ``clock`` returns the time in seconds.
+    """
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
         self._every = {"epochs": frequency.epochs, "steps": frequency.steps, "secs": frequency.seconds}

@@ -179,7 +179,7 @@ class TrainingLoop(ABC):
     def token_records(self) -> dict[int, TokenRecord]:
         """Return the token records of the last update, and clear them. Returns {} if there are no records.
 
-        Each key is the number of a row, which the attribute ``observed`` of the row contains.
+        The keys are row numbers. The number of a row is in the row's attribute ``observed``.
         """
         return getattr(self.backend, "take_token_records", dict)()
 

@@ -42,7 +42,10 @@ class RecordedStep:
     reshapes: bool = False
 
     def firsts(self) -> list[TrainSequence]:
-        """Return the first row of each sample, which has the sample's reward and group."""
+        """Return the first row of each sample. A sample of an agent may have several rows.
+
+        The ``reward`` and the ``group`` of the first row are those of the sample.
+        """
         by_sample = dict(zip(reversed(self.saved.samples), reversed(self.saved.rows), strict=True))
         return [by_sample[sample] for sample in dict.fromkeys(self.saved.samples)]
 
@@ -65,8 +68,9 @@ class RecordedStep:
     def reshaped(self, because: str, by_group: bool) -> RecordedStep:
         """Return a copy whose advantages will be computed from the rewards.
 
-        ``because`` names the options that require new advantages. If ``by_group`` is true, advantages compare all samples of a
-        prompt. UsageError is raised if only some of these samples were recorded.
+        ``because`` names the options that require new advantages. ``by_group`` is whether the advantage of a sample depends on
+        the rewards of all samples of the same prompt. Raises UsageError if ``by_group`` is true, but only some samples of the
+        step were recorded.
         """
         if by_group and not self.complete:
             raise UsageError(
@@ -76,7 +80,10 @@ class RecordedStep:
         return replace(self, reshapes=True)
 
     def described(self, base: str) -> list[str]:
-        """Describe the rows, the weights and the advantages. ``base`` is the path of the initial model."""
+        """Return lines that describe the recorded rows, the checkpoint with the starting weights, and the advantages.
+
+        ``base`` is the path of the initial model.
+        """
         kind = (
             "all rows of the step"
             if self.complete

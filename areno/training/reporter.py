@@ -1,4 +1,7 @@
-"""Reports the progress of a run. ``areno train`` and ``areno run`` differ in the names of statistics and the log lines."""
+"""Reports the progress of a run.
+
+``areno train`` and ``areno run`` have separate subclasses, because their log lines and their names of statistics differ.
+"""
 
 import statistics
 from abc import ABC, abstractmethod

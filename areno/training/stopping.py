@@ -24,7 +24,11 @@ class StopRequested(BaseException):
 
 
 class StopController:
-    """Raises :class:`StopRequested` after a signal, as soon as no completed step can be lost."""
+    """Raises :class:`StopRequested` after a signal.
+
+    In a ``with`` block of :meth:`interruptible`, the signal raises the exception at once. Elsewhere, the exception is raised by
+    the next call of :meth:`check`, or when the next such block begins. Thus, an update or a save is completed first.
+    """
 
     def __init__(self) -> None:
         self.requested: int | None = None

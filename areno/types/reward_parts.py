@@ -38,7 +38,7 @@ def parts_of(reward: float | None) -> Mapping[str, float]:
 
 
 def part_columns(rewards: Sequence[float], prefix: str = "") -> dict[str, list[float]]:
-    """Return the values of each reward part, by name. Parts that any reward lacks are omitted.
+    """Return the values of each reward part, by name. Only parts that all rewards have are included.
 
     ``prefix`` is prepended to the names of the parts.
     """
@@ -72,7 +72,10 @@ class RewardParts:
         return WeightedReward(sum(self._weights.get(name, 1.0) * part for name, part in value.items()), value)
 
     def problem(self, reward: float) -> str | None:
-        """Describe the problem of a reward; None if the reward is finite and has every part."""
+        """Return an error message for a reward; None if the reward is valid.
+
+        A valid reward is finite. It has every named part that has a weight, or that any record has had so far.
+        """
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:
             return (

@@ -20,8 +20,9 @@ def no_expert(record: RoutingRecord) -> int:
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
     """Join the records of a conversation's requests into a record of ``tokens`` tokens.
 
-    Each request extends the tokens of the previous request. If a token has several records, the first record is used, because
-    it is from the forward pass that sampled the next token. Returns None if there is no record.
+    Each request begins with all tokens of the previous request, so several requests may record the same token. The record of
+    the earliest request is used, because this request sampled its response with the recorded experts. Returns None if there
+    is no record.
     """
     known, pieces = 0, list[RoutingRecord]()
     for part in parts:

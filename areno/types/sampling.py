@@ -37,7 +37,8 @@ def tightest(*limits: int | None) -> int | None:
 class Logprobs(list[float]):
     """A list of log-probs (natural logarithms). ``temperature`` is the temperature of the softmax that gave these log-probs.
 
-    A slice keeps the temperature. A concatenation keeps the temperature unless the other list has a different temperature.
+    A slice keeps the temperature. A concatenation with another list also keeps the temperature. Exception: if the other list
+    is a ``Logprobs`` with a different temperature, the result is a plain list.
     """
 
     __slots__ = ("temperature",)
@@ -210,7 +211,10 @@ class TokenConstraint(Protocol):
         ...
 
     def forces(self, token: int) -> bool:
-        """Return whether the response must continue with the text of ``token``, which is an allowed token."""
+        """Return whether the response can continue only with the characters of ``token``, which must be an allowed token.
+
+        Other tokens may still be allowed, because the same characters can be split into tokens in several ways.
+        """
         ...
 
     def push(self, token: int) -> None:

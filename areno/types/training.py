@@ -110,7 +110,10 @@ class TrainSequence:
 
     @property
     def knows_temperature(self) -> bool:
-        """True if ``temperature`` was passed or comes from ``logprobs``; False if it is only the default."""
+        """Whether the temperature is known: it was passed, or ``logprobs`` is a :class:`Logprobs`, which has a temperature.
+
+        False if ``temperature`` is only the default.
+        """
         return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:

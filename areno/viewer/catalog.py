@@ -138,7 +138,7 @@ class RunCatalog:
         self._next_search = end + max(_SEARCH_EVERY_S, (end - start) * _SEARCH_SHARE)
 
     def _row(self, run_id: str, path: Path) -> dict[str, Any] | None:
-        """Return the row of a run in the list of runs; None if the run was deleted after the last search."""
+        """Return the row of a run in the list of runs; None if the run was deleted after :meth:`paths` had found the run."""
         if not path.is_dir():
             return None
         row: dict[str, Any] = {"id": run_id, "name": path.resolve().name, "path": str(path.relative_to(self.folder))}

@@ -15,7 +15,7 @@ INTERVAL_S = 0.5
 _COMMENT_EVERY_S = 15
 """After this number of seconds without an event, a comment is sent to keep the connection alive."""
 _ROWS = ""
-"""The key of the list of runs, used in place of a run ID."""
+"""The key under which :class:`Changes` watches the list of runs. For a single run, the key is the run ID."""
 
 Parts = dict[str, dict[str, Any]]
 """For each run ID and each kind of data, such as ``metrics`` or ``log``: a value that changes when this data changes."""

@@ -32,7 +32,7 @@ def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -
         - ``next``: the value of ``after`` for the next request
         - ``start``: number of omitted values
         - ``steps``, ``values`` (null if not finite) and ``minutes`` since the first record: lists with an entry per point
-        - ``not_finite``: steps of the first 100 values that are not finite
+        - ``not_finite``: steps whose values are not finite, limited to the first 100 of these steps
     """
     metric = metric_name(data, name)
     if metric is None:

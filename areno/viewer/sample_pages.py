@@ -23,9 +23,9 @@ ORDERS = ("newest", "oldest", "best", "worst", "longest", "shortest")
 _SEARCH_BYTES, _SEARCH_S = 64 * 2**20, 1.0
 _EXCERPT, _MOST_PARTS = 200, 20
 _NEIGHBORS = 256
-"""Number of entries before and after a sample that are searched for other samples of the same prompt.
+"""How many index entries before and after a sample's entry are searched for other samples of the same prompt and step.
 
-A step records at most 24 samples.
+This number is large enough, because a step records at most 24 samples.
 """
 
 
@@ -51,7 +51,8 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
     Returns:
         - ``recorded``: number of all samples
         - ``matching``: number of samples that pass the filters
-        - ``until``: number of samples to which the filters were applied
+        - ``until``: the filters were applied only to the first ``until`` samples. For the next page, pass this number as
+          ``query.until``, so that samples that are recorded in the meantime do not shift the pages.
         - ``samples``: entries as in :func:`describe_entry`, with ``reward_parts`` and ``excerpt``. ``excerpt`` is null if the
           sample's line is damaged or too long.
         - ``next``: offset of the next page; None on the last page. In a text search, a page may have no samples although

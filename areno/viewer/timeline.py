@@ -1,8 +1,8 @@
 """Reads the timeline of an asynchronous run: sessions, phases and weight versions over time.
 
 Phases are recorded with ``--trace`` or with an experiment's ``perf_tracer``. Sessions are recorded with
-``perf_tracer.session_tracer``. The files are bisected to find the last sessions before a time. Therefore, only a bounded part
-of a long run is read.
+``perf_tracer.session_tracer``. :func:`timeline` returns the part of the timeline before a given time. A binary search finds
+this time in the files, so only a bounded part of a long run is read.
 """
 
 from bisect import bisect_right
@@ -21,9 +21,10 @@ _NO_PHASES = ("step",)
 
 
 def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
-    """Return the last sessions that ended before ``until``, and the phases in the time window of these sessions.
+    """Return the sessions and phases in a time window before ``until``.
 
-    ``until`` and all times are in Unix seconds. If ``until`` is None, the window is at the end of the run.
+    The window has up to ``MAX_SESSIONS`` sessions: those that ended last before ``until``. If ``until`` is None, the window is
+    at the end of the run. ``until`` and all times are in Unix seconds.
 
     Returns:
         - ``begin`` and ``end`` of the window, which spans the sessions. Without sessions, the window spans the phases of the
@@ -66,9 +67,9 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
 
 
 def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[list[dict[str, Any]], float | None]:
-    """Return the last sessions that ended before ``until``. Also return the time to pass as ``until`` to read earlier sessions.
+    """Return up to ``MAX_SESSIONS`` rollout sessions: those that ended last before ``until``.
 
-    This time is None if there are no earlier sessions.
+    Also return the time to pass as ``until`` to read earlier sessions. This time is None if there are no earlier sessions.
     """
     sessions, more = [], False
     for path in files:
@@ -86,7 +87,7 @@ def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[l
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a finite number of plausible size."""
+    """Whether a value is a finite number whose absolute value is below ``_LATEST``. Larger numbers cannot be times."""
     return isinstance(value, int | float) and abs(value) < _LATEST
 
 
@@ -128,7 +129,7 @@ def _session(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(event: dict[str, Any]) -> float | None:
-    """Return the time in seconds at which a trace event ended and was written; None for other records."""
+    """Return the time in seconds at which a trace event ended; None if ``event`` is not a trace event with valid times."""
     begin, duration = event.get("ts"), event.get("dur", 0)
     if event.get("ph") not in ("X", "i") or not (_is_number(begin) and _is_number(duration)):
         return None
@@ -188,8 +189,8 @@ def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: f
     """Return the time at which each weight version became available.
 
     With a trace, this time is the end of the weight update. Without a trace, this time is when the step's metrics were
-    recorded, right after the update. Records of steps that have not been trained yet are ignored. These records contain only
-    evaluations, which are recorded under the number of the next training step.
+    recorded, right after the update. An evaluation is recorded under the number of the next training step. If this step has
+    not been trained yet, its record contains only the evaluation, and is ignored.
     """
     data = run.data()
     times, trained = data.metrics.times, completed_steps(data)

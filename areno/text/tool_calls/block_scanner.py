@@ -36,13 +36,17 @@ class BlockBody(ABC):
 
     @abstractmethod
     def items(self, text: str, source: str) -> Sequence[Item]:
-        """Return the calls in a complete body, at least one. ``source`` is the text of the whole block, with its markers."""
+        """Return the calls in this body, after :meth:`read` has found the end of the body. There is at least one call.
+
+        ``text`` is the message so far. ``source`` is the text of the whole block, with its markers.
+        """
 
 
 def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], BlockBody]) -> CallFormat:
     """Create a :class:`CallFormat` for blocks that start with ``opener`` and end with one of ``closers``.
 
-    If ``closers`` is empty, a block ends where its body ends.
+    If ``closers`` is empty, blocks have no closing marker. A block then ends where :meth:`BlockBody.read` finds the end of the
+    body.
     """
     return CallFormat(
         (opener,), lambda start: _BlockScanner(opener, closers, make_body(start + len(opener)), start).scan

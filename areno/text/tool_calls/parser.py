@@ -2,7 +2,8 @@
 
 A :class:`CallFormat` describes how a call is written. The parser of this module finds calls by their markers, emits the
 text between calls, and validates calls. Only complete and valid calls are emitted as calls. A malformed call is emitted
-as text. A complete message is parsed as a stream of one piece, so streaming gives the same result.
+as text. The incremental parser also parses complete messages, as a single piece. A message therefore gives the same result
+whether it is streamed or complete.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
-    """The result of a scanner. The text from the opening marker up to ``end`` consists of ``items``.
+    """The result of a scanner for the text from the opening marker up to the position ``end``.
+
+    ``items`` lists, in order, what this text contains: calls, malformed calls and plain text.
 
     If ``items`` is empty, the text is a wrapper: a tag that only encloses calls of another format, such as the ``<tool_call>``
     of Qwen3-Coder. A wrapper directly before a call is dropped. If nothing but wrappers follows a call, these wrappers are
@@ -106,9 +109,12 @@ The arguments are the message so far, and whether the message is final. A scanne
 For a final message, a scanner always returns a result. The result must not depend on how the text was split into
 pieces.
 
-A message may contain many opening markers that start no call. To parse such a message in linear time, a scanner resumes at
-the position where it last stopped, finds markers with :meth:`GrowingText.find`, and stops reading soon after the end of
-its result.
+A message may contain many opening markers that start no call. To parse such a message in linear time, a scanner must follow
+these rules:
+
+- If the scanner is called again with more text, it continues at the position that its last call reached.
+- It finds markers with :meth:`GrowingText.find`.
+- It does not read far beyond the end of its result.
 """
 
 
@@ -155,7 +161,8 @@ class ToolCallParser:
     def markers(self) -> tuple[str, ...]:
         """The markers that open a call in any of the formats, and the markers in ``wrappers``.
 
-        Decoding must not remove markers that are special tokens.
+        Some of these markers may be special tokens. In this case, decode a message with ``skip_special_tokens=False``.
+        Otherwise, the decoded message lacks the markers, and the parser finds no calls.
         """
         return tuple(opener for form in self.formats for opener in form.openers) + self.wrappers
 
@@ -309,7 +316,10 @@ class StreamingParser:
         return compact_json(arguments)
 
     def _advance(self, end: int) -> None:
-        """Consume the text up to ``end``, which contains no call, and emit it unless it is blank."""
+        """Consume the text up to the position ``end``. Emit this text unless the text is blank.
+
+        The text must not contain a call.
+        """
         text = self._source.text[self._at : end]
         blank = f"{_WHITE_SPACE}{self.parser.separators}" if self._after_call else _WHITE_SPACE
         if text.strip(blank):

@@ -20,7 +20,8 @@ _SPACE = re.compile(r"\s*")
 def _tag_or_json(*tags: str) -> CallFormat:
     """Create a format of ``<tool_call>`` blocks with JSON.
 
-    If a block contains one of ``tags`` instead of JSON, ``<tool_call>`` is treated as a wrapper around another format.
+    If a block begins with one of ``tags`` instead of JSON, this format consumes only ``<tool_call>``. The format to which the
+    tag belongs then parses the call.
     """
     (json_block,) = HERMES.formats
 

@@ -21,8 +21,8 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 class _Tags:
     """The tags of one format.
 
-    The tool's name ends at the earliest marker from ``name_ends``. If this marker is also in ``kept``, the marker is not
-    skipped, because it begins the next part of the call.
+    The tool's name ends at the earliest marker from ``name_ends``. The parser skips this marker after reading the name.
+    Exception: a marker that is also in ``kept`` is not skipped, because it begins the next part of the call.
     """
 
     name_ends: tuple[str, ...]

@@ -78,12 +78,14 @@ def sequences(examples: Iterable[Sequence[TrainSequence]]) -> list[TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A supervised objective: how rows become sequences, and the loss on these sequences.
+    """A supervised objective: how dataset rows become training sequences, and the loss on these sequences.
+
+    Each usable dataset row becomes one example. An example is one sequence, or the two sequences of a pair.
 
     Attributes:
-        build: function that returns the sequences of each usable example, and the number of dropped rows.
-        held_out: maps a short name to the name of a loss statistic. ``areno train`` also reports these statistics for
-            held-out rows.
+        build: function that returns the sequences of each example, and the number of dropped rows.
+        held_out: statistics of the loss that ``areno train`` also reports for held-out rows. The keys are the names of the
+            statistics in this report. The values are the names under which the loss function returns the statistics.
     """
 
     needs: Needs  # what a row must have: a prompt, a prompt with a response, or a pair
@@ -100,7 +102,7 @@ class Objective:
 
     @property
     def unit(self) -> str:
-        """Name of the examples in log lines, ``rows`` or ``pairs``."""
+        """The noun for examples in log lines: ``rows`` or ``pairs``."""
         return "rows" if self.sequences == 1 else "pairs"
 
     def experiment_loss(self, **options: Any) -> LossFn:

@@ -60,7 +60,11 @@ def plan_passes(
 
 
 def _split(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Join adjacent groups into ``count`` non-empty lists with nearly equal numbers of rows."""
+    """Split a sequence of groups into ``count`` minibatches, without splitting a group. Return the rows of each minibatch.
+
+    Rows are given by their indices, and each group is a list of rows. A minibatch consists of one or more adjacent groups. The
+    numbers of rows per minibatch are nearly equal.
+    """
     ends = list(accumulate(map(len, groups), initial=0))
     cuts = [0]
     for part in range(1, count):

@@ -58,9 +58,11 @@ class Prepared:
     """Rows that are ready for the update, with statistics.
 
     Attributes:
-        populations: values by metric name, to report as mean, minimum and maximum. By default, these are all metrics that
-            :func:`~areno.loss_fns.shaping.shape_advantages` returns, except ``gae_advantages``. If ``credits`` were passed to
-            :meth:`PolicyObjective.prepare`, :func:`~areno.loss_fns.shaping.credit_advantages` returns the metrics.
+        populations: the values of each metric, such as one value per row, by metric name. Mean, minimum and maximum of the
+            values are to be reported. By default, these are all metrics that
+            :func:`~areno.loss_fns.shaping.shape_advantages` returns, except ``gae_advantages``. If
+            :meth:`PolicyObjective.prepare` was called with ``credits`` (rewards of segments), these are the metrics that
+            :func:`~areno.loss_fns.shaping.credit_advantages` returns.
         divergences: estimates of the KL divergence between the sampling policy and the policy before the update, averaged
             over the trained tokens.
     """
@@ -73,9 +75,10 @@ class Prepared:
 
 
 class PolicyObjective:
-    """Prepares rows, and trains the models of the learners.
+    """Prepares rows for training, and trains one model per entry of ``learners``: the policy, and optionally a critic.
 
-    Each stage, such as scoring or training, runs inside a context manager that ``around`` returns.
+    Each stage, such as scoring or training, runs inside a context manager. The function ``around`` creates this context manager
+    at the beginning of the stage.
     """
 
     def __init__(

@@ -93,8 +93,9 @@ class Reference:
     def _role(self) -> Iterator[str]:
         """Yield the name of the model that computes the reference log-probs.
 
-        This is the policy if it has no adapter and is equal to the reference. Otherwise, it is ``ref``, which exists only
-        inside the ``with`` block.
+        The policy computes them if it still has the weights of the reference: it started from the reference's checkpoint, was
+        not trained yet, and has no adapter. In all other cases, the model is ``ref``, which exists only inside the ``with``
+        block.
         """
         if self.path == self.actor_path and self.models.config.adapter is None and not self.trained:
             yield ACTOR
