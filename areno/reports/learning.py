@@ -13,7 +13,7 @@ from areno.reports.trends import CLEAR, SeriesTrend, finite, trend_of
 from areno.storage.metric_columns import Series
 
 MIN_STEPS = 8
-"""Minimum number of steps for the verdict "no". With fewer steps, the verdict is "unknown".
+"""Minimum number of steps for the verdict that the model did not learn. With fewer steps, the verdict is "unknown".
 
 The verdict compares the mean training reward or loss at the start and at the end of the run. With fewer steps, each mean would
 cover fewer than four steps.
@@ -23,8 +23,8 @@ LOST = 0.5
 FOLLOWS = 0.5
 """Held-out data confirms a change of the training metric if (held-out change) / (training change) is at least this number.
 
-For example, a rise of the training reward by 0.4 is confirmed if the held-out reward rises by 0.2, even if a rise by 0.2 may be
-noise.
+For example, the training reward rises by 0.4. Then a rise of the held-out reward by 0.2 is sufficient. The held-out rise need
+not exceed its noise.
 """
 LOSS_NOISE = 0.002
 """Noise of a held-out loss, as a fraction of the loss. The noise is small, because all evaluations use the same examples."""

@@ -13,9 +13,9 @@ from areno.reports.trends import trend_of
 RISE = 1.02
 """The held-out loss has risen if it exceeds this multiple of its minimum. The margin is ten times the noise of the loss."""
 LOST = 0.2
-"""A model has memorized its data if the held-out loss rises from its minimum by more than this fraction of its previous fall.
+"""A model has memorized its data if (rise of the held-out loss) / (previous fall of the held-out loss) exceeds this number.
 
-The previous fall is the difference between the first held-out loss and the minimum.
+The fall is the first held-out loss minus the minimum. The rise is the last held-out loss minus the minimum.
 """
 OVERLAP = 0.1
 """The overlap is reported if at least this fraction of the recorded held-out prompts are training prompts."""
@@ -83,7 +83,8 @@ def _stopping(evidence: Evidence) -> str:
 def _passes(evidence: Evidence) -> float:
     """Return how often the policy was trained on each prompt, on average.
 
-    The true average may be higher than the result, because not all prompts are recorded.
+    The function counts only recorded prompts. Uses of a prompt that were not recorded are missing from the count, so the true
+    average may be higher than the result.
     """
     seen, different = evidence.samples.prompts
     epochs = evidence.run.summary.get("epochs")
@@ -101,7 +102,11 @@ def _repeated(evidence: Evidence, passes: float) -> str:
 
 
 def against_evaluation(evidence: Evidence) -> RunProblem | None:
-    """Detect that the training reward rises while the evaluation reward falls from its first or best value."""
+    """Detect that the training reward rises while the evaluation reward falls.
+
+    The evaluation reward falls if its last value is clearly below its best value, or if later values are clearly below the
+    first value.
+    """
     train, held_out = evidence.progress.train, evidence.progress.held_out
     if not evidence.progress.by_reward or train is None or held_out is None or not evidence.reward_rises:
         return None

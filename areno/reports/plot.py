@@ -25,7 +25,7 @@ _UNITS = ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "secon
 
 Floats = NDArray[np.float64]
 Runs = Mapping[str, Sequence[RunData]]
-"""Maps the name of each curve in the legend to the runs of the curve."""
+"""Maps the name of each curve in the legend to the runs of the curve. A curve of several runs shows the mean of the runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,10 @@ from areno.reports.svg import short
 from areno.reports.trends import finite, window
 
 GROWTH = 10.0
-"""A gradient norm that has grown by more than this factor is exploding: batches do not differ that much."""
+"""The gradient norm is exploding if it exceeds this multiple of its initial value.
+
+Smaller changes may only be differences between batches.
+"""
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
 """Limits for the length of the answers, as multiples of the initial length.
 

@@ -223,7 +223,11 @@ class Comparison:
 
 
 def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison]]:
-    """Return a sentence about the compared prompts, and the first and last answers to each of the prompts."""
+    """Compare the first and the last recorded answer to each of several prompts.
+
+    The prompts are held-out prompts if the run has answers from several evaluations. Otherwise, they are training prompts that
+    were sampled in several steps. Return a sentence that describes the prompts, and one comparison per prompt.
+    """
     answers: dict[int, dict[int, dict[str, Any]]] = {}
     for record in run.eval_samples:
         answers.setdefault(record["step"], {})[record.get("prompt_index", 0)] = record
@@ -296,9 +300,10 @@ def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a run that have a value: changed settings (``chosen``) and settings with their default.
+    """The settings that a report lists. Settings without a value are omitted.
 
-    A report lists at most ``MAX_LINES`` settings, and omits ``left_out`` further settings.
+    ``chosen`` are the settings that differ from their default. ``defaults`` are the other settings. A report lists at most
+    ``MAX_LINES`` settings. ``left_out`` is the number of settings beyond this limit.
     """
 
     chosen: list[tuple[str, str]]

@@ -160,8 +160,8 @@ def _costs_reward(evidence: Evidence) -> bool:
     """Return whether truncated answers get clearly lower rewards than complete answers.
 
     Return False if the rewards in the last steps are close to the highest reward of the run. The comparison requires at
-    least two truncated and two complete answers. With fewer answers, return True if the training reward does not rise, and
-    False if it rises.
+    least two truncated and two complete answers. If there are fewer, the function decides by the training reward instead: it
+    returns False if the training reward rises, and True otherwise.
     """
     if evidence.at_highest:
         return False
@@ -177,7 +177,11 @@ def _costs_reward(evidence: Evidence) -> bool:
 
 
 def _raise_limit(evidence: Evidence) -> str:
-    """Return the remedy for unfinished answers. If most answers repeat themselves, add advice for a model that never stops."""
+    """Return the remedy for truncated answers: a higher limit.
+
+    Repetitive answers suggest that the model never stops. If most truncated answers are repetitive, the remedy also says what
+    to do about such a model.
+    """
     samples = evidence.samples
     texts = completions(samples, samples.spread(samples.flagged("truncated", samples.late)))
     endless = not texts or sum(distinct_share(text) < REPETITIVE for text in texts) > len(texts) / 2

@@ -206,7 +206,7 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
 
 
 def _count(value: Any, counts: dict[int, int]) -> int:
-    """Return the number of values in a nested value. Each use of a YAML alias counts.
+    """Return the number of values in a nested value. If a YAML alias repeats a value, all parts of the value count again.
 
     If a value contains itself, the result is above ``_CONFIG_VALUES``, so the configuration is rejected.
     """

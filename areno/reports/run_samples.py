@@ -20,7 +20,7 @@ from areno.storage.sample_index import FLAGS
 CHECKED = 64
 """Maximum number of early samples, and of late samples, whose texts are checked."""
 COMPARED = 400
-"""Number of samples at each end of a run that are searched for recurring prompts."""
+"""Recurring prompts are searched in this number of samples from the start of a run, and in as many samples from its end."""
 
 Indices = NDArray[np.int64]
 
@@ -150,9 +150,10 @@ class RunSamples:
 
     @property
     def prompts(self) -> tuple[int, int]:
-        """Number of prompts in the first and last samples of a run, and number of distinct prompts among them.
+        """Two counts of the prompts of the first and last samples of a run.
 
-        In the first number, a prompt counts once for each step that sampled it.
+        In the first count, a prompt counts once for each step that sampled it. In the second count, each distinct prompt counts
+        once.
         """
         return sum(map(len, self._by_prompt.values())), len(self._by_prompt)
 
@@ -165,9 +166,9 @@ class RunSamples:
         return [(same[0], same[-1]) for same in self._by_prompt.values() if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:
-        """From the answer pairs in :attr:`recurring`, return the ``count`` pairs whose rewards differ most.
+        """Return the ``count`` pairs in :attr:`recurring` whose two answers differ most in their rewards.
 
-        Pairs with equal rewards are omitted.
+        A pair is omitted if its two answers have equal rewards.
         """
         sizes = {(a, b): abs(self.rewards[b] - self.rewards[a]) for a, b in self.recurring}
         return sorted((pair for pair, size in sizes.items() if size > 0), key=lambda pair: -sizes[pair])[:count]

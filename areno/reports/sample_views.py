@@ -17,7 +17,7 @@ MAX_TOKENS = 6000
 SAMPLE_TOKENS = 400
 """Maximum number of tokens of a training row that are shown one by one. Half are from its start, and half from its end."""
 CONTEXT_CHARS = 600
-"""Maximum number of characters of a prompt, and of a segment whose tokens are not shown one by one."""
+"""Maximum number of characters of a prompt. Segments that are shown as text, not token by token, have the same limit."""
 MAX_SEGMENTS = 60
 """Maximum number of segments of a training row that are shown."""
 TEXT_CHARS = 2000

@@ -14,9 +14,10 @@ CLEAR = 3.0
 SHARE = 10
 """The first and the last 1 / SHARE of the steps of a long run are compared."""
 AT_LEAST = 5
-"""Minimum number of first steps, and of last steps, that are compared. A mean of fewer steps depends on single batches.
+"""The mean of at least this number of first steps is compared with the mean of the same number of last steps.
 
-If a run has fewer than twice this number of steps, its first half is compared with its second half.
+With fewer steps, a single unusual batch could change a mean too much. If a run has fewer than twice this number of steps, its
+first half is compared with its second half.
 """
 
 
@@ -60,7 +61,11 @@ class SeriesTrend:
         return self.clear(-self.change)
 
     def clear(self, change: float) -> bool:
-        """Return whether ``change``, a difference of means over ``width`` values, is a rise that is larger than noise."""
+        """Return whether ``change`` is a rise that is larger than noise.
+
+        ``change`` is the difference between two means of the series, such as ``last - first``. Each mean covers
+        :attr:`width` values.
+        """
         return change > max(CLEAR * self.noise, 1e-9 * max(abs(self.first), abs(self.last)), 1e-12)
 
     def __str__(self) -> str:
@@ -74,12 +79,14 @@ def window(count: int) -> int:
 
 
 def trend_of(series: Series, *, noise: float | None = None, width: int | None = None) -> SeriesTrend | None:
-    """Return the trend of a series; None if the series has fewer than two finite values.
+    """Return the trend of a series, which compares the mean of its first values with the mean of its last values.
+
+    Return None if the series has fewer than two finite values.
 
     Args:
-        noise: standard error of the difference of two means; None estimates the error from the values. The estimate from fewer
-            than four values is infinite.
-        width: number of first values, and of last values, whose means are compared; None means the result of :func:`window`.
+        noise: standard error of the difference between these two means; None estimates the error from the values. The estimate
+            from fewer than four values is infinite.
+        width: number of values in each of the two means; None means the result of :func:`window`.
     """
     steps, values = finite(series)
     width = min(width or window(len(values)), len(values) // 2)
@@ -102,11 +109,13 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
 
 
 def _noise(values: NDArray[np.float64], width: int) -> float:
-    """Return the standard error of the difference between the means of two windows; infinite for fewer than four values.
+    """Return the standard error of the difference between two means; infinite for fewer than four values.
 
-    The standard deviation of a value is estimated twice: from the differences of successive values, which hardly depend on a
-    trend, and from the spread within the two windows. The larger estimate is used, because an estimate from few values may
-    be too small. For the same reason, the factor ``1 + 3 / len(values)`` increases the result if there are few values.
+    The two means are the mean of the first ``width`` values and the mean of the last ``width`` values. The standard deviation
+    of a value is estimated twice: from the differences of successive values, which hardly depend on a trend, and from the
+    spread within the first and within the last ``width`` values. The larger estimate is used, because an estimate from few
+    values may be too small. For the same reason, the factor ``1 + 3 / len(values)`` increases the result if there are few
+    values.
     """
     if len(values) < 4:
         return math.inf
@@ -126,8 +135,8 @@ def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 def falls_at_start(series: Series) -> bool:
     """Return whether the first values are clearly higher than the values of the second half.
 
-    The function uses Wilcoxon's rank-sum test with ties, which detects a fall within the first few steps. After such a fall,
-    the mean of the first steps seems noisy, so :class:`SeriesTrend` may miss the fall.
+    The function uses Wilcoxon's rank-sum test with ties, which detects a fall within the first few steps. The first steps then
+    have both high and low values. :class:`SeriesTrend` may miss the fall, because it treats this spread as noise.
     """
     values = finite(series)[1]
     first, later = values[:AT_LEAST], values[len(values) // 2 :]

@@ -20,9 +20,9 @@ _CAUSES = (
     *("non_finite", "exploding", "reward_errors", "episodes_failed", "entropy_explosion", "collapsed", "cut_off"),
     *("equal_rewards", "zero_gradient", "length_collapse"),
 )
-"""Problems that the verdict lists before the signs that the policy exploits the reward.
+"""Keys of the problems that the verdict lists first.
 
-All other problems are listed after these signs.
+Next, the verdict lists signs that the policy exploits the reward. All other problems follow.
 """
 _EXPLOITED = ("opposed_parts", "repetitive", "identical")
 _BY_EXPLOITATION = ("solved", "neglected", "tied_groups", "truncated", "length_explosion", "entropy_collapse")
@@ -88,7 +88,7 @@ def _decided(state: State, keys: set[str]) -> State:
     """Return the final answer to "Did the model learn?".
 
     The answer from the metrics, ``state``, is corrected if one of the detected problems (``keys``) contradicts it. For example,
-    the reward also rises if the policy exploits the reward function.
+    a rising reward suggests that the model learned, but the policy may only have exploited the reward function.
     """
     if state in ("yes", "partly") and not keys.isdisjoint(_EXPLOITED):
         return "exploited"

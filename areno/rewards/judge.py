@@ -44,7 +44,10 @@ class Judge:
         self._client, self._options = OpenAIClient(url, _TIMEOUT_S, model), {"temperature": 0, **options}
 
     def __call__(self, prompt: Any, completions: str = "", *_: Any, **data: Any) -> float:
-        """Grade one completion. ``areno train`` passes a record, and an experiment passes texts.
+        """Grade one completion.
+
+        ``areno train`` passes a :class:`RewardRecord` as ``prompt``, and no other argument. An experiment passes the texts
+        ``prompt`` and ``completions``, and the columns of the row as ``data``.
 
         Raises RewardError if the request fails, or if the response has no number.
         """

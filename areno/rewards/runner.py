@@ -309,8 +309,8 @@ class _RewardBatch:
     def take(self, slot: WorkerSlot, slots: int) -> list[int]:
         """Return the next records for an idle worker.
 
-        If a record must run alone, only this record is returned. Otherwise, a worker with an async function gets an equal
-        share of the records, and a worker with a plain function gets only a few records.
+        If a record must not share a worker with other records, only this record is returned. Otherwise, a worker with an async
+        function gets an equal share of the records, and a worker with a plain function gets only a few records.
         """
         if self.alone:
             return [self.alone.popleft()]

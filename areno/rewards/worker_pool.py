@@ -38,11 +38,11 @@ _BOOT = (
 class WorkerProcess:
     """A supervised Python process that exchanges messages with the process that started it.
 
-    When the process or its parent exits for any reason, all descendants of the process are killed. The function ``main`` of
-    the module must first call :func:`areno.rewards.supervisor.supervised`, which starts the supervisor.
+    When the process or its parent exits for any reason, all descendants of the process are killed.
 
     Args:
-        module: module whose ``main(settings)`` runs in the process.
+        module: module whose ``main(settings)`` runs in the process. ``main`` must first call
+            :func:`areno.rewards.supervisor.supervised`, which starts the supervisor.
         settings: settings that can be converted to JSON. The file descriptors ``connection`` and ``lifeline`` are added.
         limit: maximum message size in bytes.
     """
@@ -192,7 +192,7 @@ class WorkerSlot:
 
     @property
     def idle(self) -> bool:
-        """Whether the function is imported and no record is assigned."""
+        """Whether the worker has imported the reward function and has no records to score."""
         return self.ready and not self.waiting and not self.running
 
     def read(self) -> None:

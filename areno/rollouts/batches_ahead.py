@@ -18,8 +18,9 @@ class BatchesAhead:
     """Starts generating batches before training needs them.
 
     Args:
-        begin: function ``(step, items)`` that starts generating the batch of a step, and returns one future per item. ``items``
-            maps indices in the batch to items. Items whose results were restored from a checkpoint are omitted.
+        begin: function ``(step, items)`` that starts generating the batch of a step, and returns one future per item. An item
+            is a data row prepared for generation (:class:`areno.types.PromptItem`). The keys of ``items`` are
+            the indices of the items in the batch. Items whose results were restored from a checkpoint are omitted.
         max_staleness: maximum number of steps that generation may be ahead of training.
     """
 

@@ -54,12 +54,12 @@ class BatchDispatcher:
         staleness: limits the number of running episodes. Its ``batch_size`` is the number of episodes in a batch.
         seed: seed of the shuffling.
         dynamic_bs: count rejected episodes towards the batch size; requires ``replaces_rejected=False`` in ``staleness``.
-        queue_size: maximum number of waiting rows; None: 16 per concurrent rollout. ``staleness.pending_limit`` also applies.
+        queue_size: maximum number of data rows that wait for the start of their episodes; None: 16 times the maximum number of
+            running episodes. If ``staleness.pending_limit`` is lower, this lower limit applies.
         max_staleness: maximum age of a token at training time, in weight versions; None: only ``staleness`` limits the age.
         on_stale: ``regenerate`` reruns an episode whose trajectory exceeds ``max_staleness``; ``drop`` discards the trajectory.
         max_errors_in_a_row: the run ends after this many consecutive failed episodes; None: max(8, 2 * batch size).
-        max_rejections_in_a_row: the run ends after this many consecutive episodes that failed or were rejected; None: max(128,
-            16 * batch size).
+        max_rejections_in_a_row: the same for consecutive failed or rejected episodes; None: max(128, 16 * batch size).
         stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
         stall_timeout_s: seconds without progress after which a waiting method raises an error.
         check_trajectory_format: check the keys, shapes and numbers of every trajectory.
@@ -144,7 +144,8 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return the counts of :class:`RolloutStat` (without ``claimed``), rejections by reason, and restarted rows."""
+        """Return the counts of :class:`RolloutStat` except ``claimed``, the number of rejections for each reason, and
+        the number of rows that were restarted with another workflow or filter."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -160,8 +161,7 @@ class BatchDispatcher:
         Raises:
             DataError: the rows end before the batch is complete.
             EngineError: there was no progress for ``stall_timeout_s``, no episode can start, or the dispatcher is closed.
-            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error listed in
-                ``stops_on``.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an error in ``stops_on`` occurred.
         """
         self._adopt(EpisodePlan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
@@ -179,8 +179,8 @@ class BatchDispatcher:
         """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
 
         Seeds are derived from task ids. With ``repeats``, task ids are row indices, so the same rows always get the same seeds.
-        Raises UsageError if rows of :meth:`prepare_batch` or :meth:`load_state` are still waiting.
-        """
+        Raises UsageError if rows that :meth:`prepare_batch` read or :meth:`load_state` restored have not started yet, or if
+        restored trajectories still wait for :meth:`prepare_batch`."""
         with self._changed:
             if self._pending or any(task.plan is None for task in self._finished):
                 raise UsageError(
@@ -228,8 +228,7 @@ class BatchDispatcher:
         """Return the state for recovery: waiting and running rows, unused trajectories, and counters.
 
         Must be called between two batches. Running rows are saved as waiting rows, and restart in their original order. With
-        this state and the position in the data, a resumed run skips no row, and uses no row in two batches.
-        """
+        this state and the position in the data, a resumed run skips no row, and uses no row in two batches."""
         with self._changed:
             running = sorted(self._running.values(), key=lambda task: task.order)
             finished = sorted(self._finished, key=lambda task: task.order)
@@ -435,7 +434,8 @@ class BatchDispatcher:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def _wait(self, name: str, ready: Callable[[], Result | None], more: Callable[[], bool]) -> Result:
-        """Wait until ``ready`` returns a result. ``more`` reads rows, and returns whether more rows may follow."""
+        """Call ``more`` and ``ready`` in turn, until ``ready`` returns a result. ``more`` may read data rows into the queue. It
+        returns whether the data may contain more rows."""
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:

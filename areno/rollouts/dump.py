@@ -9,7 +9,10 @@ from areno.types import parts_of
 
 
 class TrajectoryDump:
-    """Writes each trajectory to ``{folder}/{tail_version}/{task_id}.jsonl``. Decoded texts include special tokens."""
+    """Writes each trajectory to ``{folder}/{tail_version}/{task_id}.jsonl``. Decoded texts include special tokens.
+
+    ``tail_version`` is the weight version of the last sampled token. See :meth:`write` for trajectories with several rows.
+    """
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self.folder, self._tokenizer = Path(folder), tokenizer

@@ -121,9 +121,12 @@ class ModelResponse:
 
 @dataclass(slots=True)
 class Episode:
-    """Identifies a sample, so that a repeated run derives the same seeds. ``sample`` is the index of the sample in its group;
-    None if one request generates all samples of the group. ``request_indices`` yields 0 for the episode's first request, then
-    1, 2 and so on.
+    """The numbers from which the seeds of an episode's requests are derived.
+
+    If a run is repeated, these numbers are the same, so the seeds are the same too.
+
+    ``sample`` is the index of the sample in its group; None if one request generates all samples of the group.
+    ``request_indices`` yields 0 for the episode's first request, then 1, 2 and so on.
     """
 
     task_id: int

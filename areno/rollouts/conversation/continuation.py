@@ -24,7 +24,7 @@ ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited
 
 - ``rewritten``: the template renders earlier turns differently.
 - ``thinking dropped``: the template omits the reasoning of earlier turns.
-- ``ended otherwise``: the chat template ends an answer with other text than the recorded answer.
+- ``ended otherwise``: the recorded answer has an end that the chat template does not render, such as a stop string.
 - ``edited``: the client edited the history.
 """
 
@@ -136,7 +136,10 @@ def _shows(rendered: str, text: Any) -> bool:
 def _after_answer(
     tokenizer: Any, past: Turn, history: list[dict[str, Any]], render: Render, before: str, after: str
 ) -> tuple[str, str]:
-    """Return the text after the sampled tokens, and the ``anchor`` of this text (see :func:`tokens_after`)."""
+    """Return the part of ``after`` that follows the sampled tokens of ``past``, and an anchor for tokenizing this part.
+
+    The anchor is the argument ``anchor`` of :func:`tokens_after`.
+    """
     if past.by_token and past.tokens:
         return _after_stop_token(tokenizer.decode(past.tokens[-1:], skip_special_tokens=False), past, before, after)
     if past.finish != "length":  # a stop string is in the tokens, but not in the text

@@ -69,8 +69,8 @@ class ConversationRecorder:
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
         """Return the recorded turns that a request may continue, likeliest first.
 
-        Each turn is paired with the number of ``messages`` up to and including the turn's answer. Only turns whose answer is
-        the last recorded answer in ``messages`` are returned.
+        The function searches ``messages`` for the last answer that is recorded, and returns the turns with this answer. Several
+        turns can have the same answer. Each turn is paired with the number of ``messages`` up to and including the answer.
         """
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]

@@ -34,8 +34,12 @@ class LossMaskPolicy:
 
 
 Role = Literal["system", "user", "assistant", "tool", "template", "text", "call"]
-"""Sampled tokens have the role ``text`` or ``call``, and prompt tokens have the other roles. ``assistant`` is an earlier answer
-in a new prompt."""
+"""Sampled tokens have the role ``text`` or ``call``, and prompt tokens have the other roles.
+
+``assistant`` marks the prompt tokens of an assistant message, such as an earlier answer. ``template`` marks prompt tokens
+outside of message contents. It also marks messages that an earlier training row contains, so that they are not trained on
+again.
+"""
 
 _RENAMED: dict[str, Role] = {"developer": "system", "function": "tool"}
 
@@ -104,7 +108,8 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
 def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Container[int] = ()) -> list[bool]:
     """Return a mask of a turn's new prompt tokens: True for the tokens that count in the loss.
 
-    The mask is False for the tokens of repeated messages. For ``seen``, see :func:`context_roles`.
+    The mask is False for messages that an earlier training row contains. ``seen`` identifies these messages; see
+    :func:`context_roles`.
 
     Raises the UsageError of :func:`context_roles`.
     """
@@ -115,9 +120,10 @@ def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Conta
 
 
 def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list[Role]:
-    """Return the role of each new prompt token of a turn. Tokens of repeated messages have the role ``template``.
+    """Return the role of each new prompt token of a turn.
 
-    ``seen`` contains the ``Turn.keys`` of the messages in earlier rows. A message whose key is in ``seen`` is repeated.
+    ``seen`` contains the ``Turn.keys`` of the messages in earlier training rows. If the key of a message is in ``seen``, its
+    tokens have the role ``template``, so that they are not trained on again.
 
     Raises UsageError if the tokenizer cannot map tokens to text.
     """
@@ -151,7 +157,11 @@ def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> R
 
 
 def _content_spans(text: str, messages: Sequence[dict[str, Any]], repeated: int) -> list[tuple[int, int, Role]]:
-    """Return the spans and roles of message contents in ``text``. The first ``repeated`` messages get the role ``template``."""
+    """Return the spans and roles of message contents in ``text``.
+
+    ``repeated`` is the number of messages that an earlier training row contains. They come first in ``messages``, and get the
+    role ``template``.
+    """
     spans: list[tuple[int, int, Role]] = []
     cursor = 0
     for place, message in enumerate(messages):

@@ -1,8 +1,8 @@
 """Converts recorded turns to training rows. A row has the prompt tokens and sampled tokens of one branch of a conversation.
 
 Consecutive turns share a row. If a conversation forks, each branch becomes a separate row. Only the first branch trains on the
-common prefix. Prompt messages that an earlier row contains are not trained on again. Turns that were sampled at different
-temperatures become separate rows.
+common prefix. If the loss mask selects prompt messages, a message in several rows is trained on only in the first of these
+rows. Turns that were sampled at different temperatures become separate rows.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -96,15 +96,21 @@ def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) ->
 
 
 def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Return the branches of a sample's conversations. Each branch lists its turns from the first to the last."""
+    """Return the branches of a sample's conversations.
+
+    Several turns can continue the same turn, so the turns form trees. A branch lists the turns from a root to a leaf of a tree.
+    """
     paths = [_own_path(turn, turns) for turn in turns]
     inner = {turn for path in paths for turn in path[:-1]}
     return [path for path in paths if path[-1] not in inner]
 
 
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns from the root to ``turn``. A turn on this path that is missing from ``turns`` is replaced by an
-    identical turn of ``turns``, if there is one."""
+    """Return the turns from the root to ``turn``.
+
+    If a turn on this path is not an element of ``turns``, it is replaced by an element with the same prompt tokens and sampled
+    tokens, if there is one.
+    """
     own_turns = set(turns)
     path: list[Turn] = []
     for step in turn.path:

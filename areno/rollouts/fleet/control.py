@@ -35,7 +35,7 @@ class Resizable(Protocol):
 
 
 class ReplicaControl:
-    """Resizes a fleet whenever ``areno scale`` writes a request to its run directory, until :meth:`close` is called."""
+    """Resizes a fleet whenever ``areno scale`` writes a request to the fleet's run directory, until :meth:`close` is called."""
 
     def __init__(self, fleet: Resizable, folder: Path) -> None:
         self._fleet, self._folder = fleet, folder

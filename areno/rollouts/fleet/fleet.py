@@ -269,7 +269,11 @@ class RolloutFleet:
                     self._server = replace(self._server, addresses=self._server.addresses[:after])
 
     def _with(self, addresses: Sequence[str]) -> ServerOptions:
-        """Return the server options with ``addresses`` added. Raises UsageError if this run cannot use these servers."""
+        """Return the server options with ``addresses`` added.
+
+        Raises UsageError if the run starts its replicas itself, if an address is invalid or repeated, or if a server cannot get
+        weights because it is on another machine.
+        """
         server = self._server
         if server is None or not server.addresses:
             raise UsageError(

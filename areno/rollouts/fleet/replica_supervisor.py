@@ -43,7 +43,7 @@ class Workers(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Whether the processes have failed."""
+        """Whether the processes of the replica have failed. If one process fails, all of them fail."""
 
     @property
     def pids(self) -> Sequence[int]:

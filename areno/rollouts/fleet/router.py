@@ -167,8 +167,11 @@ class RequestRouter:
                     replica.cancel(inner)
 
     def _watched(self, routed: _RoutedRequest) -> Request:
-        """Return the request with a listener that records whether tokens arrived. After a resubmission, the listener drops
-        tokens of the dead replica."""
+        """Return the request with a listener that records whether tokens arrived.
+
+        If the replica dies, the request is resubmitted to another replica. The listener then drops tokens of the dead replica
+        that arrive late.
+        """
         listener, tries = routed.request.listener, routed.tries
         if listener is None:
             return routed.request

@@ -89,7 +89,8 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
 
 
 def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``. The trainer must not be generating.
+    """Yield the full tensors of a trainer one at a time, in the dtypes of ``specs``. Call this function only while the
+    trainer generates no answers.
 
     Ranks gather each tensor from shards. Every rank with a shard of the model must therefore consume all tensors in the order
     of ``specs``. The first rank receives the tensors of all pipeline stages. Any other rank gets empty tensors for all stages

@@ -39,8 +39,8 @@ class WeightOptions:
         mode: ``shm`` is shared memory of one machine. ``xccl`` is a broadcast, with gloo between CPUs and with NCCL between
             GPUs. ``disk`` is a checkpoint folder.
         verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit. With
-            inference servers, log-probs are compared instead: after every transfer if ``verify`` is True, otherwise after the
-            first transfer.
+            inference servers, the trainer's and the servers' log-probs of test tokens are compared instead: after every
+            transfer if ``verify`` is True, otherwise after the first transfer.
     """
 
     mode: Mode = "shm"
@@ -165,8 +165,10 @@ class WeightTransfer:
             replica.run_on_all_ranks(weight_update.receive, self.newest)
 
     def _hand_over(self, replica: EngineGroup, update: Update) -> list[float]:
-        """Send one replica the copy of the weights that is in the memory of the trainer's rank 0. A new process group
-        connects only rank 0 and this replica."""
+        """Send weights to one replica. The trainer's rank 0 has a copy of these weights in memory, and sends this copy.
+
+        A new process group connects only rank 0 and this replica.
+        """
         assert self._sender is not None
         sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
         size = 1 + replica.layout.world_size
@@ -206,7 +208,7 @@ class WeightTransfer:
 
     @staticmethod
     def _ask(replicas: Replicas, update: Update, send: Callable[[], None] = lambda: None) -> Answers:
-        """Let all replicas receive an update concurrently, while ``send`` runs."""
+        """Let all replicas receive an update in parallel. Meanwhile, call ``send``, which sends the data of a broadcast."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
             asked = {
                 n: pool.submit(group.run_on_all_ranks, weight_update.receive, update) for n, group in replicas.items()
@@ -215,8 +217,10 @@ class WeightTransfer:
         return asked
 
     def _pauses(self, replicas: Replicas, asked: Answers) -> dict[int, float]:
-        """Return the seconds for which each replica paused. Skip dead replicas, and abandon replicas that could not load the
-        weights."""
+        """Return the seconds for which each replica paused generation.
+
+        The result omits dead replicas and replicas that could not load the weights. The processes of the latter are stopped.
+        """
         pauses, failures = {}, []
         for number, answer in asked.items():
             error = answer.exception()
