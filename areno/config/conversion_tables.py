@@ -76,7 +76,10 @@ def _no_dropout(value: Any, settings: Settings) -> Any:
 
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
-    """Return a function for ``Rule.value``. The function returns the value if the setting ``name`` is on, and "" otherwise."""
+    """Return a function for ``Rule.value``.
+
+    The returned function returns its argument ``value`` if the setting ``name`` is on, and "" otherwise.
+    """
     return lambda value, settings: value if is_on(settings.get(name, False)) else ""
 
 

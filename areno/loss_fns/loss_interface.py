@@ -66,7 +66,7 @@ _LISTS = {
 
 
 class RowData(dict[str, Any]):
-    """A data pack. If a key is missing, the error says which list of :class:`TrainSequence` to set, and how to compute it."""
+    """A data pack. If a key is missing, the error names the argument of :class:`TrainSequence` that sets the missing data."""
 
     def __missing__(self, key: str) -> Any:
         if key not in _LISTS:
