@@ -231,6 +231,10 @@ class Engine(Backend):
         Also free the KV cache, except if ``config.keep_rollout_state`` is true.
         """
         self.loop.cancel_all()
+        self.free_rollout()
+
+    def free_rollout(self) -> None:
+        """Wait until generation has finished. Then free the memory as :meth:`end_rollout` does."""
         self._rest()
         if not self.config.keep_rollout_state:
             self.loop.drop_cache()

@@ -110,17 +110,15 @@ class EngineServer:
     # -- run one after the other -------------------------------------------------------------------------------------
 
     def end_rollout(self) -> None:
-        """Abort all pending requests, and wait until they have ended. Then free the KV cache.
+        """Abort all pending requests, and wait until they have ended. Then free the memory of the rollout.
 
-        Only the first rank of a tensor-parallel group aborts the requests; the other ranks only wait. If the setting
-        ``keep_rollout_state`` is true, the KV cache is kept.
+        Only the first rank of a tensor-parallel group aborts the requests; the other ranks only wait. See
+        :meth:`areno.engine.engine.Engine.end_rollout`.
         """
         if self.peers.decides:
             self.engine.end_rollout()
-            return
-        self.engine.wait_idle()
-        if not self.engine.config.keep_rollout_state:
-            self.engine.loop.drop_cache()
+        else:
+            self.engine.free_rollout()
 
     def score(
         self,

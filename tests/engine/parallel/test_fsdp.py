@@ -110,6 +110,23 @@ def test_each_rank_holds_its_share_between_phases_and_all_weights_in_a_rollout(g
     group.drop_role("ref")
 
 
+@pytest.mark.long
+def test_every_tensor_rank_frees_the_gathered_weights_after_a_rollout(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path / "llama", "llama", heads=4, hidden=192, tie_word_embeddings=False)
+    made = EngineGroup(str(folder), EngineConfig(kv_cache_tokens=256), Layout(4, 2, fsdp=True), stall_s=120)
+    try:
+        loaded = made.run_on_all_ranks(live_bytes)
+        sampled_tokens(made)
+        rolling = made.workers.call("apply", live_bytes)
+        made.end_rollout()
+        ended = made.workers.call("apply", live_bytes)
+        for before, during, after in zip(loaded, rolling, ended, strict=True):
+            assert during > 1.5 * before
+            assert after == pytest.approx(before, rel=0.1)
+    finally:
+        made.close()
+
+
 def test_scores_of_a_frozen_role_equal_those_of_one_process(group, one, checkpoint):
     role = {"ref": ModelRole("ref", str(checkpoint), trainable=False)}
     found = []
