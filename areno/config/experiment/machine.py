@@ -139,14 +139,18 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
             "setting"
         )
     elif needed > (requested or machine.gpus):
-        parts = [f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")]
+        backends = {role: spec for role, spec in roles(config).items() if role in ("rollout", "actor")}
+        parts = [f"{role}.backend {spec}" for role, spec in backends.items()]
         place = "the cluster" if machine.nodes else "this machine"
         here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of {place}"
         limit = f"cluster.n_gpus_per_node {requested}" if requested else here
+        alternate = (
+            f", or use the same sizes for rollout and actor, such as d{requested or machine.gpus}, so that rollout and "
+            "training alternate on the same devices"
+        )
         yield (
             f"the experiment needs {needed} devices ({', '.join(parts)}), which is more than {limit}; use smaller parallel "
-            f"sizes, or use the same sizes for rollout and actor, such as d{requested or machine.gpus}, so that rollout and "
-            "training alternate on the same devices"
+            f"sizes{alternate if 'rollout' in backends else ''}"
         )
 
 
