@@ -42,16 +42,14 @@ class PolicyLossOptions:
     )
     use_decoupled_loss: bool = option(
         False,
-        help="Use the decoupled PPO loss. The clipped ratio compares the trained policy with the proximal policy, which is "
-        "the policy before the update. In addition, the loss of each token is multiplied by a weight: the token's "
-        "probability under the proximal policy, divided by its probability under the behavior policy, which sampled the token.",
+        help="Decoupled PPO loss: clip the ratio to the proximal policy, which is the policy before the update. Weight each "
+        "token by proximal probability / behavior probability. The behavior policy sampled it.",
     )
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Source of the proximal log-probs: a forward pass (recompute), interpolation between the log-probs (loglinear) "
-        "or probabilities (linear) of behavior policy and current policy, or the log-probs of the rollout (rollout). With "
-        "`metrics`, areno does the same as with recompute, and also reports the errors of loglinear, linear and rollout.",
+        help="Source of the proximal log-probs. recompute: a forward pass. metrics: the same, and report the errors of the "
+        "others. loglinear, linear: interpolation from behavior to current policy. rollout: copy.",
     )
     m2_threshold: float | None = option(
         None,

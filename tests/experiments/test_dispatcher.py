@@ -230,7 +230,9 @@ def test_a_run_whose_episodes_all_raise_stops_with_the_first_exception():
 
 
 def test_a_run_whose_filter_rejects_everything_stops_and_says_so():
-    refused = pytest.raises(RolloutStoppedError, match=r"9 rejected by the filter.*check the filter")
+    refused = pytest.raises(
+        RolloutStoppedError, match=r"9 rejected by the filter.*check the reward function and the trajectory filter"
+    )
     with dispatching(batch=2, max_rejections_in_a_row=9) as (dispatcher, _), refused:
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking(), lambda _: False)
 

@@ -38,7 +38,7 @@ def notice(config: BaseExperimentConfig) -> str:
         lines.insert(0, "settings that are accepted but have no effect in this run:")
     if applied := [f"  {path}: {effect}" for path, effect in _mapped(config)]:
         lines += [
-            f"areno's engine replaces the backend {backend_of(config)}, and applies these of its settings:",
+            f"areno's engine trains instead of {backend_of(config)}, and applies these settings of {backend_of(config)}:",
             *applied,
         ]
     return "\n".join(lines)

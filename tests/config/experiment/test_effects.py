@@ -246,7 +246,7 @@ def test_settings_of_the_training_backend_are_listed_individually(backend):
     values = {path: value for path, (value, _) in kept.items() if value != {}}
     values.pop("actor.archon.offload_params", None)  # refused
     config = config_from(changed(SAMPLES[GRPOConfig], values | {"actor.backend": f"{backend}:d2p2"}), GRPOConfig)
-    idle, _, acting = notice(config).partition(f"settings of the backend {backend} that areno's engine")
+    idle, _, acting = notice(config).partition(f"areno's engine trains instead of {backend}")
     for path in values:
         reason = kept[path][1]
         lines = [line for line in (idle if reason else acting).splitlines() if path.rpartition(".")[2] in line]
