@@ -81,12 +81,20 @@ def _model_folder_problem(path: Path, option: str) -> str:
             f"{option} {path} has no config.json; pass a folder in Hugging Face format, as written by save_pretrained"
         )
     try:
-        loaded = json.loads(config.read_text(encoding="utf-8"))
-    except OSError as error:
-        return f"{option} {config} cannot be read: {error}; make the file readable"
-    except ValueError as error:
-        return f"{option} {config} is not valid JSON: {error}; save the model again"
+        loaded = _read_json(config, "save the model again")
+    except UsageError as error:
+        return f"{option} {error}"
     return "" if isinstance(loaded, dict) else f"{option} {config} is not a JSON object; save the model again"
+
+
+def _read_json(path: Path, remedy: str) -> Any:
+    """Read a JSON file. Raises UsageError with ``remedy`` if the content is invalid, or if the file cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error}; make the file readable") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid JSON: {error}; {remedy}") from error
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -101,12 +109,7 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
     Raises UsageError if the file is invalid, or specifies no base model.
     """
     path = Path(folder).expanduser() / ADAPTER_CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error}; make the file readable") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not valid JSON: {error}; save the adapter again") from error
+    config = _read_json(path, "save the adapter again")
     if not isinstance(config, dict) or not config.get("base_model_name_or_path"):
         raise UsageError(f"{path} has no base_model_name_or_path; add the base model's folder or repo id")
     return config

@@ -238,10 +238,9 @@ def _diverged(evidence: Evidence) -> RunProblem | None:
     train = evidence.trend("loss")
     if evidence.progress.by_reward or train is None or not train.rises:
         return None
-    first_to_last = str(train)  # such as "1.2 (first 5 steps) to 3.4 (last 5 steps)"
     return RunProblem(
         "diverged",
-        f"The training loss rose from {first_to_last}.",
+        f"The training loss rose from {train}.",
         f"Lower the learning rate: {evidence.advice.scaled('--lr', 0.1)}.",
     )
 

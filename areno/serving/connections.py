@@ -21,7 +21,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, max_connections: int | None, **options: Any) -> None:
         super().__init__(**options)
         self._max_connections = max_connections
-        self._awaited: Literal["head", "body"] | None = None
+        self._awaited: Literal["headers", "body"] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._unparsed = 0  # bytes received since the head began, while it is incomplete
         self._head = 0  # bytes of the head parsed so far
@@ -34,7 +34,7 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"the server has too many open connections (limit: {self._max_connections}); retry later"
             self._refuse(ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"}))
         else:
-            self._await("head")
+            self._await("headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer of the connection."""
@@ -43,23 +43,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse data, and limit the size of incomplete headers."""
-        in_head = self._awaited == "head" and self._head > 0
+        in_head = self._awaited == "headers" and self._head > 0
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._awaited == "head" and (in_head or self._unparsed):
+        if self._awaited == "headers" and (in_head or self._unparsed):
             self._unparsed += len(data)
             if self._unparsed > MAX_HEAD_BYTES:
                 self._refuse(_large_head())
         elif self._awaited is None and (self.cycle is None or self.cycle.response_complete):
-            self._await("head")  # stray bytes must not keep a connection open
+            self._await("headers")  # stray bytes must not keep a connection open
 
     def on_message_begin(self) -> None:
         """Start counting the bytes of the headers."""
         super().on_message_begin()
         self._head, self._unparsed = 1, 0
         if self._awaited is None:
-            self._await("head")
+            self._await("headers")
 
     def on_url(self, url: bytes) -> None:
         """Count the bytes of the URL, which may arrive in several parts."""
@@ -92,12 +92,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = _large_head()
             raise self._refusal  # stops the parser
 
-    def _await(self, what: Literal["head", "body"] | None) -> None:
+    def _await(self, what: Literal["headers", "body"] | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self._awaited, self._deadline = what, None
         if what is not None:
-            seconds = HEAD_TIMEOUT_S if what == "head" else BODY_TIMEOUT_S
+            seconds = HEAD_TIMEOUT_S if what == "headers" else BODY_TIMEOUT_S
             self._deadline = self.loop.call_later(seconds, self._overdue)
 
     def _overdue(self) -> None:
@@ -105,13 +105,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete
-        if self._awaited == "head" and answering:  # the response to the previous request is not complete
-            self._await("head")
+        if self._awaited == "headers" and answering:  # the response to the previous request is not complete
+            self._await("headers")
         elif self._awaited == "body" and answering and self.cycle.response_started:
             self.transport.close()
         else:
-            what = "headers" if self._awaited == "head" else "body"
-            self._refuse(ApiError(408, f"the {what} of the request did not arrive in time", code="timeout"))
+            self._refuse(ApiError(408, f"the {self._awaited} of the request did not arrive in time", code="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error response without calling the application, and close the connection."""

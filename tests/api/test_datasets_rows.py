@@ -183,7 +183,10 @@ def test_a_conversation_that_ends_with_a_tool_call_is_refused(chat_tokenizer, co
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     last = {"role": "assistant", "content": content, "tool_calls": [call]}
     rows = [{"messages": [{"role": "user", "content": "w1"}, last]}]
-    error = r"row 1: the last of `messages` has `tool_calls`, .* In a dataset loader .*, remove the row"
+    error = (
+        r"row 1: the last of `messages` has `tool_calls`, .* In a dataset loader \(--dataset-loader-fn\), "
+        "remove the row, or put the calls into"
+    )
     with pytest.raises(DataError, match=error):
         _sft(rows, chat_tokenizer)
     assert re.search(error, row_problem("response", rows[0], "data.jsonl"))

@@ -110,7 +110,8 @@ def test_a_row_that_lost_its_temperature_is_refused(trainer):
     lost = TrainSequence(row.prompt_mask, row.tokens, [*row.logprobs], row.advantages)
     with pytest.raises(
         UsageError,
-        match=r"row 1 has logprobs, but does not state the temperature .* has sampled at temperature 0\.5; pass",
+        match=r"row 1 has logprobs, but does not state the temperature .* has sampled at temperature 0\.5; pass "
+        "`temperature=sequence.temperature` to TrainSequence",
     ):
         trainer.train([row, lost], grpo_loss_fn)
     restored = replace(lost, temperature=sequence.temperature)

@@ -141,5 +141,8 @@ def test_the_command_prints_each_engine_and_settings_that_would_fit(tiny_checkpo
     rows = int(sizes[1].partition("=")[2]) // 1024
     assert main(["plan", str(file), sizes[0], f"actor.mb_spec.max_tokens_per_mb={4096 * rows}"]) == 1
     assert main(["run", str(file), "--tune-params"]) == 2
-    assert f"run `areno plan {file} --tune-params`" in capsys.readouterr().err
+    assert (
+        f"to find a concurrency and a microbatch size that fit into memory, run `areno plan {file} --tune-params`"
+        in capsys.readouterr().err
+    )
     assert main(["plan", str(file), "actor.nothing=1"]) == 2

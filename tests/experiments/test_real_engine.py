@@ -304,7 +304,7 @@ def test_settings_without_effect_and_prompts_without_room_are_refused():
         DataError, match=r"within the limit of 256 tokens; raise gconfig\.max_tokens, or set the data set's max_length"
     ):
         sampling_params(Generation(), 300, 1000)
-    with pytest.raises(DataError, match="within the limit of 32 tokens; set the data set"):
+    with pytest.raises(DataError, match="within the limit of 32 tokens; set the data set's max_length to skip"):
         sampling_params(Generation(), 300, 32)
     with pytest.raises(UsageError, match="gconfig: temperature must be above 0"):
         sampling_params(replace(Generation(), temperature=0.0), 4)

@@ -64,12 +64,13 @@ class FullyShardedAdamW(Optimizer):
         self._adam = make_adam(self._groups(), config)
 
     def _master(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor to update: this rank's shard of ``parameter``, or a copy of the shard.
-
-        A copy is made if the shard is not fp32, or if ``offload`` is set.
-        """
+        """Return the fp32 tensor to update: this rank's shard of ``parameter``, or a copy of the shard (:meth:`_is_copied`)."""
         own = local(parameter.detach())
         return own.to("cpu" if self.config.offload else own.device, torch.float32, copy=self.config.offload)
+
+    def _is_copied(self, parameter: Tensor) -> bool:
+        """Return whether a copy of the shard is updated, because the shard is not fp32, or because ``offload`` is set."""
+        return self.config.offload or is_rounded(parameter)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Group the shards by whether they have 8-bit moments. The size of the unsharded parameter determines the group."""
@@ -130,7 +131,7 @@ class FullyShardedAdamW(Optimizer):
 
     def _publish(self) -> None:
         for parameter, share in zip(self._parameters, self._shares, strict=True):
-            if self.config.offload or is_rounded(parameter):
+            if self._is_copied(parameter):
                 local(parameter.detach()).copy_(share)
 
     def state_bytes(self) -> int:
@@ -144,12 +145,12 @@ class FullyShardedAdamW(Optimizer):
     def held_bytes(self, moments: bool = True) -> int:
         """See :meth:`Optimizer.held_bytes`."""
         pairs = list(zip(self._parameters, self._shares, strict=True))
-        masters = sum(4 * share.numel() for parameter, share in pairs if self.config.offload or is_rounded(parameter))
+        masters = sum(4 * share.numel() for parameter, share in pairs if self._is_copied(parameter))
         if not moments:
             return masters
-        kinds = [adam_8bit.is_quantised(parameter.numel()) for parameter in self._parameters]
         return masters + sum(
-            self.config.moment_bytes(share.numel(), kind) for share, kind in zip(self._shares, kinds, strict=True)
+            self.config.moment_bytes(share.numel(), adam_8bit.is_quantised(parameter.numel()))
+            for parameter, share in pairs
         )
 
     def gradients(self) -> list[Tensor]:
