@@ -261,6 +261,8 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
             generates = other.rollout or other.actor
             if generates.cache_tokens >= generates.cache_wanted:
                 break
+        else:
+            return {}
     config.actor.mb_spec.max_tokens_per_mb = None
     config.actor.mb_spec.n_mbs = config.actor.mb_spec.n_mbs_divisor = 1
     longest = plan.actor.longest * (2 if isinstance(config, RWConfig | DPOConfig) else 1)

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import random
+import re
 from contextlib import closing
 
 import numpy as np
@@ -118,6 +119,22 @@ def test_explicit_sizes_are_kept(engine, checkpoint):
     assert not chosen.drop_rollout_state
 
 
+def test_a_kept_cache_counts_once_in_a_trial_of_generation_and_once_in_a_trial_of_training(engine, checkpoint, caplog):
+    peaks = {}
+    for drops in (True, False):
+        run = options(
+            checkpoint, "drop_rollout_state", "batch_size", max_new_tokens=2000, batch_size=16, drop_rollout_state=drops
+        )
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="areno.engine.plan.tuner"):
+            tune_sizes(engine, run, grpo_loss_fn)
+        peaks[drops] = dict(re.findall(r"tune (max_running_prompts=64|mini_bs=1): .* measured (\d+) MiB", caplog.text))
+    added = {name: int(peaks[False][name]) - int(peaks[True][name]) for name in peaks[True]}
+    cache = 64 * 2048 * 2 // 1024  # MiB: 64 sequences of 48 + 2000 tokens with 2 KiB each
+    assert abs(added["max_running_prompts=64"]) < cache / 2
+    assert abs(added["mini_bs=1"] - cache) < cache / 2
+
+
 def test_a_batch_is_no_larger_than_the_data_set(engine, checkpoint):
     assert tune_sizes(engine, options(checkpoint), grpo_loss_fn, rows=5).batch_size == 4
 
@@ -178,7 +195,7 @@ def test_ranks_try_sizes_together_and_leave_nothing_behind(layout, checkpoint, c
         assert group.run_on_all_ranks(lambda engine: engine.config.keep_rollout_state) == [False] * layout.world_size
         assert " MiB on each rank (mem_frac=" in caplog.text
         assert group.run_on_all_ranks(fingerprint) == before
-        with pytest.raises(UsageError, match=r"--tune-params: max_running_prompts=1 does not fit"):
+        with pytest.raises(UsageError, match=r"--tune-params: max_running_prompts=1 needs more memory"):
             tune_sizes(group, run, grpo_loss_fn, capacity=held)
         request = Request([5, 6, 7], SamplingParams(max_new_tokens=3, ignore_eos=True), [3])
         assert len(group.submit([request])[0].result().sequences[0].resp_tokens) == 3

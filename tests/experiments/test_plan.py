@@ -13,11 +13,12 @@ from areno.cli.main import main
 from areno.config import TrainOptions
 from areno.config.experiment.machine import Machine
 from areno.engine.plan.memory_plan import make_plan
-from areno.experiments.plan import plan_experiment
+from areno.experiments.plan import plan_experiment, tuned_sizes
 from tests.experiments.trainer_stage import settings_of_kind
 
 SHARED = {"rollout.scheduling_strategy": {"type": "colocation", "target": "actor", "fork": False}}
 RL = {"train_dataset.max_length": 40, "gconfig.max_new_tokens": 24, "rollout.backend": "areno:d2"}
+CONCURRENT = "rollout.max_concurrent_rollouts"
 GIB = 2**30
 
 
@@ -134,7 +135,7 @@ def test_the_command_prints_each_engine_and_settings_that_would_fit(tiny_checkpo
     assert main(["plan", str(file), "--tune-params"]) == 1
     sizes = capsys.readouterr().out.rpartition("Largest sizes that fit: ")[2].split()
     assert [name.partition("=")[0] for name in sizes] == [
-        "rollout.max_concurrent_rollouts",
+        CONCURRENT,
         "actor.mb_spec.max_tokens_per_mb",
     ]
     assert main(["plan", str(file), *sizes]) == 0
@@ -146,3 +147,21 @@ def test_the_command_prints_each_engine_and_settings_that_would_fit(tiny_checkpo
         in capsys.readouterr().err
     )
     assert main(["plan", str(file), "actor.nothing=1"]) == 2
+
+
+def test_no_sizes_are_proposed_if_the_cache_is_too_small_for_one_answer(tiny_checkpoint, tmp_path):
+    sizes = {CONCURRENT: 8, "actor.dtype": "float32"}
+    config = settings_of_kind("rl", tiny_checkpoint, tmp_path, RL | sizes)
+    plan = plan_experiment(config, 8 * GIB)
+
+    def planned(
+        change,
+    ):  # the plan of a machine whose cache has room for all answers of one rollout, less `missing` tokens
+        assert plan.rollout is not None
+        one = dataclasses.replace(plan.rollout, cache_tokens=1000 - missing, cache_wanted=1000 * change[CONCURRENT])
+        return dataclasses.replace(plan, rollout=one)
+
+    missing = 0
+    assert tuned_sizes(config, plan, planned)[CONCURRENT] == 1
+    missing = 1
+    assert tuned_sizes(config, plan, planned) == {}

@@ -172,7 +172,10 @@ class _Tuner:
     def _fits(self, search: _Search, value: int, planned: TrainOptions) -> bool:
         candidate = dataclasses.replace(planned, **{search.name: value})  # type: ignore[arg-type]
         plan = make_plan(candidate, self.limit)
-        expected, absent = self.held + max(self._more(plan, phase) for phase in search.phases), self._absent(plan)
+        expected, absent = (
+            self.held + max(self._more(plan, phase) for phase in search.phases),
+            self._absent(plan, search),
+        )
         line = f"auto tune {search.name}={value}: planned {expected / _MIB:.0f} MiB"
         if expected > self.limit:
             logger.info("%s, which is above the limit", line)
@@ -199,15 +202,17 @@ class _Tuner:
         assert phase is not None, name
         return phase.total - phase.parts["process"] - phase.parts["weights"] - self._own_state(phase)
 
-    def _absent(self, plan: MemoryPlan) -> int:
+    def _absent(self, plan: MemoryPlan, search: _Search) -> int:
         """Return the planned bytes that :meth:`_fits` adds to the measured peak of a trial.
 
         During a trial, only the actor is loaded. The bytes therefore include the other models that stay loaded during training,
-        and the optimizer states of these models. If the KV cache stays allocated during training, its size is also included.
+        and the optimizer states of these models. A trial of training has no KV cache. If a run keeps its KV cache during
+        training, the size of the cache is added to such a trial.
         """
         phase = plan.phase("forward")
         assert phase is not None
-        kept = 0 if self.options.drop_rollout_state else phase.parts["kv_cache"]
+        has_cache = "rollout" in search.phases
+        kept = 0 if has_cache or self.options.drop_rollout_state else phase.parts["kv_cache"]
         return phase.parts["roles"] + phase.parts["optimizer"] - self._own_state(phase) + kept
 
     def _own_state(self, phase: Phase) -> int:
