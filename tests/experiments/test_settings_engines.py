@@ -17,7 +17,7 @@ from areno.engine.engine import Engine
 from areno.errors import UsageError
 from areno.experiments.run_experiment import run_experiment
 from areno.experiments.trainers import PPOTrainer
-from areno.experiments.trainers.engines import engine_config, micro_batching
+from areno.experiments.trainers.engines import engine_config, micro_batching, replica_stall_limit
 from areno.experiments.trainers.supervised import preference_loss
 from areno.reports.run_data import RunData
 from areno.reports.verdict import verdict_of
@@ -321,6 +321,11 @@ def test_settings_reach_the_engines_of_training_and_rollout():
 
 
 # -- microbatches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("request_timeout", "limit"), [(90, 90), (600, 600), (3600, 600), (7200, 1200)])
+def test_a_longer_request_timeout_extends_the_time_that_a_replica_may_stall(request_timeout, limit):
+    assert replica_stall_limit(request_timeout) == limit
 
 
 def passes_of(checkpoint, root, rows: int = 4, **mb_spec: Any) -> tuple[list[list[int]], float]:

@@ -34,7 +34,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import open_engine
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.workers import Processes
+from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerOptions
@@ -244,6 +244,15 @@ def make_engine(
         role="actor",
     )
     return open_engine(section.path, config, layout, None, section.request_timeout, processes)
+
+
+def replica_stall_limit(request_timeout: float) -> float:
+    """Return the seconds without progress after which a rollout replica with several ranks counts as stuck.
+
+    A request can wait for other requests, so a replica must make progress long before a request times out: the limit is a sixth
+    of ``request_timeout``, but at least 600. If ``request_timeout`` is below 600, it is the limit.
+    """
+    return max(min(STALL_S, request_timeout), request_timeout / 6)
 
 
 def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:

@@ -25,7 +25,6 @@ from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.roles import shares_devices, takes_turns
 from areno.engine.backend import ACTOR, Backend
 from areno.engine.engine_config import EngineConfig
-from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, RewardError, UsageError
 from areno.experiments.checks import parser_problems
 from areno.experiments.trainers import engines, update
@@ -206,8 +205,8 @@ class PPOTrainer(ExperimentTrainer):
             tp_size=parallel.tensor * parallel.pipeline,
             log_folder=self.run_dir.path,
             startup_timeout_s=rollout.setup_timeout,
-            stall_s=min(STALL_S, rollout.request_timeout),
-            stall_option=f"rollout.request_timeout (the limit on time without progress is at most {STALL_S:g} s)",
+            stall_s=engines.replica_stall_limit(rollout.request_timeout),
+            stall_option="rollout.request_timeout to more than six times this limit",
             threads=spec.cpu,
             environment=spec.environment() or None,
             server=self._server,
