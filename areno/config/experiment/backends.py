@@ -66,8 +66,9 @@ def _servers(config: PPOConfig) -> Iterator[str]:
         return
     where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
     if takes_turns(config):
+        role = "actor" if rollout.scheduling_strategy.fork else "rollout"
         yield (
-            f"rollout.scheduling_strategy.fork false is not supported {where}, because with this value one process generates "
+            f"{role}.scheduling_strategy.fork false is not supported {where}, because with this value one process generates "
             "and trains, but a server is a separate process; remove the setting"
         )
     if rollout.speculate:

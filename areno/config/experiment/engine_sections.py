@@ -60,8 +60,8 @@ class FSDPEngineConfig:
         "Shard weights and gradients across data-parallel and context-parallel ranks (FSDP2). If false, only shard "
         "optimizer states (ZeRO-1). Context and expert parallelism always shard weights.",
         shown="true if there are several data-parallel ranks, optimizer.type is adam and use_lora is false. With tensor "
-        "parallelism, transformers 5.23 or later is also required. For the backend megatron: same as "
-        "megatron.use_torch_fsdp2",
+        "parallelism, transformers 5.23 or later is also required. For the backend megatron: true if "
+        "megatron.use_torch_fsdp2 or megatron.use_custom_fsdp is true",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
     offload_params: bool = setting(False, "Keep sharded parameters in host memory between uses (GPU only).")

@@ -36,6 +36,13 @@ from tests.config.experiment.samples import accepted, refused
             },
             "rollout.scheduling_strategy.fork false is not supported with rollout.backend vllm:d1, because with this value",
         ),
+        (
+            {
+                "rollout.backend": "vllm:d1",
+                "actor.scheduling_strategy": {"type": "colocation", "target": "rollout", "fork": False},
+            },
+            "actor.scheduling_strategy.fork false is not supported with rollout.backend vllm:d1, because with this value",
+        ),
     ],
 )
 def test_invalid_server_settings_are_refused_with_a_reason(changes, words):
