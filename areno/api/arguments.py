@@ -173,8 +173,7 @@ def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[f
         raise UsageError(
             f"row {unknown[0]} has logprobs, but does not state the temperature at which its tokens were sampled; the "
             f"default of 1 may be wrong, because this trainer has sampled at temperature {sampled}; pass "
-            "`temperature=sequence.temperature` to TrainSequence, or pass `logprobs=[0.0] * len(prompt) + "
-            "sequence.resp_logprobs`, because the list `resp_logprobs` stores the temperature"
+            "`temperature=sequence.temperature` to TrainSequence"
         )
 
 

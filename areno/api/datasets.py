@@ -192,8 +192,8 @@ def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int
     if context_limit is None or context_limit > max_prompt_tokens:
         return max_prompt_tokens, f"--max-prompt-tokens {max_prompt_tokens}"
     return context_limit - 1, (
-        f"{context_limit - 1} tokens (longer prompts leave no room for an answer in a context of {context_limit} tokens, the "
-        "limit of the model or of --max-context-len)"
+        f"{context_limit - 1} tokens (longer prompts leave no room for an answer in a context of {context_limit} tokens, "
+        "which the model or --max-context-len sets)"
     )
 
 

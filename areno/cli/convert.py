@@ -27,7 +27,8 @@ def run(argv: Sequence[str]) -> int:
         "settings",
         metavar="FILE.yaml | --name value | name=value",
         nargs=argparse.REMAINDER,
-        help="A YAML file, settings as on the tool's command line, or both; if a setting occurs twice, the last value counts.",
+        help="Settings to convert: a YAML file, settings in the syntax of the tool's command line, or both. If a setting "
+        "occurs twice, the last value counts.",
     )
     parser.add_argument(
         "--kind", choices=("grpo", "sft", "dpo"), default="grpo", help="Training method of the TRL run (default: grpo)."

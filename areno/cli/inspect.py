@@ -29,8 +29,8 @@ def run(argv: Sequence[str]) -> int:
     parser = TypedParser(
         prog="areno inspect",
         description="List the newest samples of a run, or show one sample (--sample): its conversation, if recorded, and "
-        "its tokens. Sampled and trained tokens are shown with their role, log-prob at sampling time and advantage; * marks "
-        "tokens that are trained on.",
+        "its tokens. Each token that was sampled or trained on is shown with its role, log-prob at sampling time and "
+        "advantage; * marks tokens that are trained on.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")
@@ -42,7 +42,9 @@ def run(argv: Sequence[str]) -> int:
         "--limit", type=int, metavar="N", default=_NEWEST, help="Number of samples to list (default: %(default)s)."
     )
     parser.add_argument(
-        "--all", action="store_true", help="Also show context tokens one by one, and long messages in full."
+        "--all",
+        action="store_true",
+        help="Also list the tokens of the model's input one by one, and show long messages in full.",
     )
     arguments = parser.parse_args(argv)
     if arguments.limit < 1:

@@ -24,7 +24,7 @@ COMMANDS = {
     "eval": "Evaluate a model on held-out prompts: accuracy, pass@k, lengths.",
     "explain": "Explain a metric: what it means, which values are normal, and what to do about other values.",
     "inspect": "Show what a run sampled and trained on, token by token.",
-    "launch": "Show what an experiment would start on a cluster.",
+    "launch": "Print the Slurm batch script or the Ray resources of an experiment, without starting it.",
     "plot": "Draw metrics of runs as SVG, or write metrics or samples as CSV or Parquet.",
     "plan": "Estimate the memory of a training run, and report whether the run fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
@@ -34,7 +34,7 @@ COMMANDS = {
     "scale": "Change the number of rollout replicas of a run in progress.",
     "serve": "Serve a model over an OpenAI-compatible HTTP API.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
-    "view": "Show runs in the browser: curves, samples, conversations, differences, logs.",
+    "view": "Show runs in the browser: curves, samples, conversations, configurations side by side, logs.",
 }
 """Command names and their one-line help.
 

@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"{folder} is not a run directory; pass the folder that contains config.yaml (runs/<name>)")
     if arguments.replicas is not None and arguments.add:
         raise UsageError(
-            "--add cannot be combined with a number of replicas; omit the number, because each URL adds one replica"
+            "--add cannot be combined with a number of replicas; omit the number, because each --add URL adds one replica"
         )
     if arguments.replicas is not None and arguments.replicas < 1:
         raise UsageError(f"the number of replicas must be at least 1, got {arguments.replicas}")

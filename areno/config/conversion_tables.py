@@ -181,10 +181,13 @@ TRL: dict[str, Rule] = {
     ),
     "max_steps": Rule("--max-steps", value=_positive),
     "per_device_train_batch_size": Rule(
-        together=True, note="a factor of both --batch-size and --mini-bs; for DPO, --mini-bs counts both rows of a pair"
+        together=True,
+        note="--mini-bs is this value x devices (for DPO, twice this product, because --mini-bs counts both rows of a pair)",
     ),
     "gradient_accumulation_steps": Rule(
-        together=True, note="a factor of --batch-size, which counts the prompts or rows of a whole step"
+        together=True,
+        note="--batch-size is per_device_train_batch_size x gradient_accumulation_steps x devices; for GRPO, divided by "
+        "num_generations",
     ),
     "num_generations": Rule("--n-samples"),
     "max_completion_length": Rule("--max-new-tokens"),
@@ -202,8 +205,8 @@ TRL: dict[str, Rule] = {
     ),
     "loss_type": Rule(
         together=True,
-        note="grpo: --grpo-loss-mean sequence; dapo and bnpo: --grpo-loss-mean token; dr_grpo: --grpo-loss-mean dr_grpo; "
-        "cispo: --algo cispo; sapo: --algo sapo; a loss of DPO: --dpo-loss-type",
+        note="`grpo`: --grpo-loss-mean sequence; `dapo`, `bnpo`: --grpo-loss-mean token; `dr_grpo`: --grpo-loss-mean dr_grpo; "
+        "`cispo`: --algo cispo; `sapo`: --algo sapo; `sigmoid`, `ipo`, `hinge`: --dpo-loss-type",
         known=("grpo", "dapo", "bnpo", "dr_grpo", *DPO_LOSSES),
     ),
     "scale_rewards": Rule(
@@ -232,7 +235,8 @@ TRL: dict[str, Rule] = {
     "fp16": Rule(note="use bf16, or an experiment (`areno run`) with actor.dtype float16"),
     "gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "attn_implementation": Rule(
-        note="--attn-backend flash uses FlashAttention if the device supports FlashAttention; native uses PyTorch's kernels"
+        note="set --attn-backend: `flash` uses FlashAttention if the device supports it, and otherwise PyTorch's kernels; "
+        "`native` always uses PyTorch's kernels"
     ),
     "use_peft": Rule(together=True, note="--lora-rank above 0"),
     "lora_r": Rule("--lora-rank", value=_if_on("use_peft")),
@@ -324,7 +328,7 @@ VERL: dict[str, Rule] = {
     f"{ACTOR}.clip_ratio_c": Rule(note="--clip-ratio-c for PPO, or --grpo-dual-clip for GRPO"),
     f"{ACTOR}.loss_agg_mode": Rule("--grpo-loss-mean", value=_loss_mean),
     f"{ACTOR}.use_kl_loss": Rule(
-        together=True, note="--kl-coef above 0; PPO uses the KL loss unless --no-use-kl-loss is set"
+        together=True, note="for GRPO, --kl-coef above 0; for PPO, on by default, and --no-use-kl-loss turns it off"
     ),
     f"{ACTOR}.kl_loss_coef": Rule(together=True, note="if use_kl_loss is on: --kl-coef, or --kl-loss-coef for PPO"),
     f"{ACTOR}.kl_loss_type": Rule("--kl-loss-type", value=_kl_type),

@@ -62,8 +62,8 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if options.model_save_interval is None:
         yield (
             "save_async",
-            "has no effect without --model-save-interval, because only the models of that option can be "
-            "written in the background, not checkpoints; set --model-save-interval too",
+            "has no effect without --model-save-interval, because only the models that this option saves are "
+            "written in the background; set --model-save-interval too",
         )
     if not options.track:
         yield "track_project", "has no effect without a tracking service; set --track too"

@@ -314,4 +314,4 @@ def test_turns_of_unknown_tasks_are_dropped(trainer, caplog):
 
     collected = collect(trainer, agent)
     assert {place(sample.item) for sample in collected.samples} == ALL
-    assert "prompt 8, sample 0: this sample was not a task of this call" in caplog.text
+    assert "prompt 8, sample 0: the batch of this agent call did not contain this sample" in caplog.text

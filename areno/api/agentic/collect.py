@@ -216,7 +216,8 @@ class AgentRunner:
         turns = by_item(call.turns)
         for place in turns.keys() - items.keys():
             logger.warning(
-                "ignoring the agent's turns of prompt %d, sample %d: this sample was not a task of this call", *place
+                "ignoring the agent's turns of prompt %d, sample %d: the batch of this agent call did not contain this sample",
+                *place,
             )
         errors, claimed = {}, set[str | None]()
         for place, item in items.items():
@@ -225,7 +226,8 @@ class AgentRunner:
                 names = {turn.turn_id for turn in mine} - {None}
                 if names & claimed:
                     raise ValueError(
-                        "the agent returned the same response for two samples; return each response for one sample only"
+                        "the agent returned a response with the same id for two samples; return each response only for its own "
+                        "sample"
                     )
                 claimed |= names
                 if not mine:

@@ -94,8 +94,8 @@ def demonstration_rows(
         ).text
         if not longer.startswith(prompt):
             raise UsageError(
-                f"the chat template rewrites the messages before message {index}, so they cannot be the prompt of a row; use "
-                "another template"
+                f"the chat template rewrites the messages before message {index} when this message is added, so prompt and "
+                "response cannot be separated; use another template"
             )
         response = longer[len(prompt) :]
         if tokenizer.eos_token and tokenizer.eos_token in response:

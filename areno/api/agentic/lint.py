@@ -58,8 +58,9 @@ class TemplateFinding:
             return f"the chat template rejects a {self.step} after an answer, so agents that send a {self.step} get an error"
         answer = "an answer with reasoning" if self.thinking else "an answer"
         return (
-            f"the chat template {_WHAT[self.kind]} when a {self.step} follows {answer}, so a conversation becomes several "
-            "training rows with the same reward, and the engine must prefill the earlier turns again"
+            f"the chat template {_WHAT[self.kind]} when a {self.step} follows {answer}, so the recorded tokens cannot be "
+            "continued: the conversation forks into several training rows with the same reward, and the engine prefills "
+            "the earlier turns again"
         )
 
 

@@ -32,7 +32,7 @@ from areno.training.saving import Saver
 from areno.training.state import RunState
 from areno.types import TrainSequence, tightest
 
-DISK_REMEDY = "free some space, use --keep-checkpoints, or choose another --save-path"
+DISK_REMEDY = "free some space, keep fewer checkpoints with --keep-checkpoints, or choose another --save-path"
 
 _NO_LAST_STEP = 2**62
 """Placeholder for the number of steps, which is unknown because overlong rows are skipped."""
