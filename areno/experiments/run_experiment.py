@@ -123,7 +123,8 @@ def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
     if not config.recover.enabled:
         raise UsageError(
             f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no recovery checkpoints and cannot be "
-            "resumed; to start the run again from the first step, add recover.mode=auto"
+            "resumed; to start the run again from the first step and write recovery checkpoints, add recover.mode=auto to "
+            "this command"
         )
 
 

@@ -186,8 +186,8 @@ class RayLauncher(RemoteLauncher):
         need = self.needs[role]
         if need.beside and workers > need.workers:
             raise UsageError(
-                f"{workers} workers of {role} are too many, because {role} is colocated with {need.beside}, which has room for "
-                f"{need.workers}; use fewer workers"
+                f"{workers} workers of {role} are too many, because {role} is colocated with {need.beside}, whose workers have "
+                f"room for only {need.workers} workers of {role}; use fewer workers"
             )
         with self._lock:
             groups = self._further.setdefault(role, [])

@@ -128,8 +128,8 @@ class SlurmLauncher(RemoteLauncher):
         placed = place_workers(listed, self._nodes, self._gpus_per_node)
         if len(placed[role]) < workers:
             raise UsageError(
-                f"{workers} workers of {role} are too many, because {role} is colocated with another role, which has room for "
-                f"{len(placed[role])}; use fewer workers"
+                f"{workers} workers of {role} are too many, because {role} is colocated with {listed[role].beside}, whose "
+                f"workers have room for only {len(placed[role])} workers of {role}; use fewer workers"
             )
         self._placed = placed
 

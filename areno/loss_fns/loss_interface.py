@@ -51,15 +51,15 @@ class DataPack(TypedDict, total=False):
 _LISTS = {
     "packed_logprobs": (
         "logprobs",
-        "for rollouts, the list is [0.0] * len(prompt) + sequence.resp_logprobs; for other rows, call "
+        "for a sampled row, use [0.0] * len(prompt) + sequence.resp_logprobs; for rows that were not sampled, call "
         "trainer.score_logprobs('actor', token_rows) before the update",
     ),
     "packed_advantages": ("advantages", "areno.compute_group_advantages computes advantages from rewards"),
     "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes the log-probs"),
     "packed_values": (
         "values",
-        "values[i] is the value before token i. Use values[i] = scores[row][i - 1], where scores is the result of "
-        "trainer.score_values('critic', token_rows)",
+        "values[i] is the value before token i of the row. With scores = trainer.score_values('critic', token_rows), use "
+        "values[i] = scores[k][i - 1] for row k of token_rows",
     ),
     "packed_returns": ("returns", "areno.compute_gae computes returns from rewards and values"),
 }

@@ -168,7 +168,7 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
             if not store.touch(name, ttl):
                 return
         except (ArenoError, OSError) as error:  # the store may be reachable again before the value expires
-            logger.warning("cannot renew the value of the name %s: %s; trying again", name, error)
+            logger.warning("cannot renew the time to live of the name %s: %s; trying again", name, error)
 
 
 def _normal(name: str) -> str:

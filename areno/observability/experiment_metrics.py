@@ -89,27 +89,27 @@ _BATCH_COUNTS: _Rows = (
     ("c_clip", "dual-clip bound (not reported without dual clipping)"),
     ("use_dual_clip", "1 with dual clipping, else 0"),
     ("mask_no_eos_with_zero", "1 if truncated responses get no task reward and are excluded from training, else 0"),
-    ("rs_upper", "upper bound of rejection sampling (not reported without rejection sampling)"),
+    ("rs_upper", "value of rejection_sampling.upper (not reported without rejection sampling)"),
     (
         "rs_lower",
-        "lower bound of rejection sampling (not reported with rejection_sampling.action=clamp or without a lower bound)",
+        "value of rejection_sampling.lower (not reported with rejection_sampling.action=clamp or without a lower bound)",
     ),
 )
 _UPDATE: _Rows = (
     (
         "importance_weight",
-        "importance ratio of each token relative to the behavior policy, near 1. With a decoupled loss or recompute_logprob, "
-        "the ratio is relative to the proximal policy",
+        "importance ratio of each token relative to the behavior policy; usually near 1. With a decoupled loss or "
+        "recompute_logprob, the ratio is instead relative to the proximal policy, which is the policy before the update",
     ),
     (
         "approx_kl",
-        "logarithm of the token-level importance ratio",
+        "logarithm of the token-level importance ratio; the negative of its mean is a k1 estimate of the KL divergence",
     ),
     ("new_logp", "log-prob of each trained token under the policy"),
     (
         "old_logp",
-        "log-prob of each trained token under the behavior policy, recorded during sampling. With recompute_logprob and "
-        "without a decoupled loss, old_logp is instead recomputed before the update, under the proximal policy",
+        "log-prob of each trained token under the behavior policy, recorded during sampling. If recompute_logprob is true and "
+        "the loss is not decoupled, old_logp is instead the recomputed log-prob under the policy before the update",
     ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
     ("actor_loss", "policy loss, which has no trend and does not measure success"),
@@ -119,7 +119,7 @@ _UPDATE: _Rows = (
     ),
     (
         "dual_clip_ratio",
-        "fraction of tokens whose loss the dual clip limits. Only tokens that rejection sampling and M2PO keep are counted",
+        "fraction of tokens whose loss is limited by the dual clip, among the tokens that rejection sampling and M2PO keep",
     ),
     (
         "behave_imp_weight",
@@ -136,19 +136,28 @@ _UPDATE: _Rows = (
     ("vocab_min_logits", "minimum logit over the vocabulary at each trained token, before division by the temperature"),
     ("vocab_max_logits", "maximum logit over the vocabulary at each trained token, before division by the temperature"),
     ("rkl_loss", "with distillation: k1 estimate of the reverse KL divergence to the teacher, per token"),
-    ("sapo_soft_gate", "with SAPO: value of the soft gate, per token"),
-    ("sapo_scaled_gate_pos", "with SAPO: soft gate times 4 / sapo_tau_pos, for each token with an advantage above 0"),
+    (
+        "sapo_soft_gate",
+        "with SAPO: soft gate of each token, sigmoid(tau (importance_weight - 1)), where tau is sapo_tau_pos if the advantage "
+        "is above 0, and sapo_tau_neg otherwise",
+    ),
+    (
+        "sapo_scaled_gate_pos",
+        "with SAPO: factor of the advantage in the loss, which is sapo_soft_gate times 4 / sapo_tau_pos, for each token with "
+        "an advantage above 0",
+    ),
     (
         "sapo_scaled_gate_neg",
-        "with SAPO: soft gate times 4 / sapo_tau_neg, for each token with an advantage of 0 or less",
+        "with SAPO: factor of the advantage in the loss, which is sapo_soft_gate times 4 / sapo_tau_neg, for each token with "
+        "an advantage of 0 or less",
     ),
 )
 _UPDATE_COUNTS: _Rows = (
     ("unclipped_behave_tokens", "number of trained tokens that rejection sampling and M2PO keep"),
     ("clipped_tokens", "number of clipped tokens among the tokens that rejection sampling and M2PO keep"),
     ("rs_filtered_fraction", "fraction of trained tokens that rejection sampling masks or clamps"),
-    ("kl_loss", "with kl_loss_coef: mean KL divergence to the reference, per trained token"),
-    ("kl_coef", "with kl_loss_coef: weight of the KL term"),
+    ("kl_loss", "with kl_loss_coef above 0: mean KL divergence to the reference, per trained token"),
+    ("kl_coef", "value of kl_loss_coef (not reported if it is 0)"),
     ("grad_norm", "gradient norm before clipping"),
     ("lr", "learning rate"),
     ("update_successful", "fraction of the step's updates with a finite gradient; areno skips the other updates"),
@@ -159,7 +168,7 @@ _UPDATE_COUNTS: _Rows = (
     ),
 )
 _LOGP: _Rows = (
-    ("prox_logp_gt", "recomputed log-prob under the proximal policy"),
+    ("prox_logp_gt", "exact log-prob of each trained token under the proximal policy, computed with a forward pass"),
     ("kl_div_direct", "k1 estimate of the KL divergence between behavior and proximal policy, per token"),
     ("kl_div_taylor", "k2 estimate of the KL divergence between behavior and proximal policy, per token"),
     ("kl_div_dual", "k3 estimate of the KL divergence between behavior and proximal policy, per token"),
@@ -171,30 +180,32 @@ _APPROXIMATED: _Rows = (
     ),
     (
         "behave_imp_weight",
-        "approximate probability under the proximal policy, exp(approx_logp), divided by probability under the behavior policy",
+        "exp(approx_logp), the approximate probability under the proximal policy, divided by the probability under the "
+        "behavior policy",
     ),
     (
         "importance_weight",
-        "probability under the current policy divided by approximate probability under the proximal policy, exp(approx_logp)",
+        "probability under the current policy divided by exp(approx_logp), the approximate probability under the proximal "
+        "policy",
     ),
-    ("abs_error", "absolute difference between approx_logp and the recomputed log-prob prox_logp_gt"),
+    ("abs_error", "absolute difference between approx_logp and the exact log-prob prox_logp_gt"),
     ("rel_error", "abs_error divided by the absolute value of prox_logp_gt"),
-    ("squared_error", "squared difference between approx_logp and the recomputed log-prob prox_logp_gt"),
+    ("squared_error", "squared difference between approx_logp and the exact log-prob prox_logp_gt"),
     (
         "behave_imp_weight_abs_error",
-        "absolute difference between behave_imp_weight and its exact value, which is computed from prox_logp_gt",
+        "absolute difference between behave_imp_weight and its exact value, computed with prox_logp_gt instead of approx_logp",
     ),
     (
         "behave_imp_weight_rel_error",
-        "behave_imp_weight_abs_error divided by the exact value of behave_imp_weight, which is computed from prox_logp_gt",
+        "behave_imp_weight_abs_error divided by the exact behave_imp_weight, computed with prox_logp_gt instead of approx_logp",
     ),
     (
         "importance_weight_abs_error",
-        "absolute difference between importance_weight and its exact value, which is computed from prox_logp_gt",
+        "absolute difference between importance_weight and its exact value, computed with prox_logp_gt instead of approx_logp",
     ),
     (
         "importance_weight_rel_error",
-        "importance_weight_abs_error divided by the exact value of importance_weight, which is computed from prox_logp_gt",
+        "importance_weight_abs_error divided by the exact importance_weight, computed with prox_logp_gt instead of approx_logp",
     ),
 )
 _VERSIONS: _Rows = (
@@ -241,7 +252,7 @@ _TIMES: _Rows = (
     ("step", "time of the whole step, excluding saving and evaluation"),
     ("rollout", "time spent waiting for a batch of episodes"),
     ("rollout_pause", "longest pause of a replica's generation during the weight update"),
-    ("recompute_logp", "time to compute the proximal log-probs"),
+    ("recompute_logp", "time to compute log-probs under the policy before the update"),
     ("ref_logp", "time to compute the reference's log-probs"),
     ("teacher_logp", "time to compute the teacher's log-probs"),
     ("critic_values", "time to compute the critic's values"),
@@ -254,7 +265,7 @@ _TIMES: _Rows = (
     ("eval", "time of the evaluation"),
 )
 _MEMORY: _Rows = (
-    ("peak_resident_gib", "peak resident memory so far, summed over the run's processes on this machine, in GiB"),
+    ("peak_resident_gib", "sum of the peak resident memory of the run's processes on this machine so far, in GiB"),
     (
         "available_gib",
         "memory that is available after the step, in GiB: the smaller of the machine's free memory and the "

@@ -259,17 +259,21 @@ class HealthMonitor:
         equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
         seen = f"{equal} for {{n}} steps: nothing can be learned from equal rewards. "
         if self._opposed:
-            return f"{seen}The task is not solved: as an earlier warning says, reward parts have moved in opposite directions"
+            return (
+                f"{seen}This does not mean that the task is solved, because reward parts have moved in opposite directions "
+                "(see the earlier warning)"
+            )
         if self._moved < 0 and low == high:
             return f"{seen}Earlier rewards were higher: the policy has collapsed. Start again with a lower --lr"
         if self._moved > 0 and cut:
             return (
-                f"{seen}The reward may simply grow with length or repetition. Run `areno inspect RUN`, and read samples"
+                f"{seen}The rewards are higher than at the start, but all responses are truncated: the reward may simply grow "
+                "with length or repetition. Run `areno inspect RUN`, and read samples"
             )
         if self._moved > 0:
             return (
-                f"{seen}Earlier rewards were lower. Run `areno inspect RUN`, and read recent samples. If their answers are "
-                "right, the task is solved: stop the run, or use harder problems"
+                f"{seen}The rewards are higher than at the start. Run `areno inspect RUN`, and read recent samples. If their "
+                "answers are right, the task is solved: stop the run, or use harder problems"
             )
         if cut:
             return f"{seen}All responses are truncated, which may be the cause: first raise {self._limit(length)[1]}"

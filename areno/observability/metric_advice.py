@@ -88,7 +88,8 @@ ADVICE: dict[str, Advice] = {
         "in the run. Then fix the loophole, or change --reward-weights",
     ),
     "rollout/accuracy": Advice(
-        "0.1 to 0.9 while the policy learns. This range applies if wrong answers get a reward of at most 0",
+        "0.1 to 0.9 while the policy learns. This range applies if wrong answers get a reward of at most 0, because the "
+        "accuracy is the fraction of rewards above 0",
         "If the accuracy is near 0, use easier prompts, or run SFT first. If the accuracy is near 1, the task is "
         "solved: use harder prompts",
     ),
@@ -125,16 +126,22 @@ ADVICE: dict[str, Advice] = {
         "If the entropy is near 0, all answers are alike and learning stops: raise --temperature, lower --lr, or add "
         "a KL term. If the entropy rises steadily, the model degenerates: lower --lr",
     ),
-    "train/ratio_mean": Advice("near 1 with one optimizer step per synchronous rollout", _OFF_POLICY, 0.9, 1.1),
-    "train/ratio_std": Advice("near 0 with one optimizer step per synchronous rollout", _OFF_POLICY, 0, 0.5),
+    "train/ratio_mean": Advice(
+        "near 1 with a synchronous rollout and one optimizer step per batch", _OFF_POLICY, 0.9, 1.1
+    ),
+    "train/ratio_std": Advice(
+        "near 0 with a synchronous rollout and one optimizer step per batch", _OFF_POLICY, 0, 0.5
+    ),
     "train/clip_fraction": Advice(
-        "near 0 with one optimizer step per synchronous rollout. With several optimizer steps, GSPO clips a larger fraction "
+        "near 0 with a synchronous rollout and one optimizer step per batch. With several steps, GSPO clips a larger fraction "
         "than GRPO",
         _OFF_POLICY,
         0,
         0.2,
     ),
-    "train/pg_clipfrac": Advice("near 0 with one optimizer step per synchronous rollout", _OFF_POLICY, 0, 0.2),
+    "train/pg_clipfrac": Advice(
+        "near 0 with a synchronous rollout and one optimizer step per batch", _OFF_POLICY, 0, 0.2
+    ),
     "train/pg_clipfrac_lower": Advice("near 0", _OFF_POLICY, 0, 0.01),
     "train/ppo_kl": Advice("near 0, because the policy changes little in a step", _OFF_POLICY, -0.02, 0.05),
     "train/logp_abs_diff_mean": Advice(
@@ -201,7 +208,7 @@ ADVICE: dict[str, Advice] = {
     "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
     "train/sampling_cut_mass": Advice(
         "above 0 only with --top-k, --top-p or a grammar. With --top-p alone, the value is below 1 - top_p",
-        "Training assumes the full distribution: raise or omit --top-p",
+        "The log-probs in training ignore --top-k, --top-p and grammars: raise or omit --top-k or --top-p",
         0,
         0.2,
     ),
@@ -210,7 +217,7 @@ ADVICE: dict[str, Advice] = {
     "train/agent_failed": Advice("", "To find the cause, read the agent's errors in the log", 0, 0),
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
-        "each request that does not extend its conversation increases the value by 1",
+        "",
         "docs/agentic.md explains when a conversation forks",
         0,
         0,
@@ -249,7 +256,7 @@ ADVICE: dict[str, Advice] = {
         "If chosen and rejected rewards fall far, both answers become unlikely: lower --lr or --epochs",
     ),
     "train/rm_loss": Advice("starts at 0.69, then falls", _RISING_PAIRS, 0, 0.75),
-    "train/rm_accuracy": Advice("0 in the first step, then 0.6 to 0.9", _RISING_PAIRS),
+    "train/rm_accuracy": Advice("0 in the first step, because all scores are equal, then 0.6 to 0.9", _RISING_PAIRS),
     "train/critic_explained_variance": Advice(
         "below 0 in the first steps, later 0.3 or more",
         "If the metric stays near 0, raise --critic-lr. Two other options of `areno train` can help: "

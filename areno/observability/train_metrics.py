@@ -93,9 +93,9 @@ _UPDATE: _Rows = (
     (
         "ratio_{mean,std}",
         "ratio",
-        "importance ratio relative to the log-probs recorded in the rollout. With IcePop and M2PO, the ratio is relative to "
-        "the proximal policy. In the first update after a synchronous rollout, the mean is 1 and the standard deviation is 0, "
-        "up to rounding",
+        "importance ratio relative to the log-probs recorded in the rollout. With IcePop and M2PO, the ratio is instead "
+        "relative to the proximal policy, which is the policy before the update. In the first update after a synchronous "
+        "rollout, the mean is 1 and the standard deviation is 0, up to rounding",
     ),
     (
         "clip_fraction{,_high,_low,_dual}",
@@ -108,7 +108,7 @@ _UPDATE: _Rows = (
     (
         "logp_diff_mean",
         "nats",
-        "mean over tokens of train log-prob minus rollout log-prob, in the first optimizer step of a batch",
+        "train log-prob minus rollout log-prob, averaged over tokens, in the first optimizer step of a batch",
     ),
     (
         "logp_abs_diff_mean",
@@ -206,7 +206,11 @@ _PPO: _Rows = (
 _PAIRS: _Rows = (
     ("{dpo,pair,rm}_loss", "nats", "loss of DPO (`dpo`), SimPO (`pair`) or a reward model (`rm`)"),
     ("{dpo,pair,rm}_accuracy", "fraction", "fraction of pairs whose chosen answer has the higher reward or score"),
-    ("{dpo,rm}_margin", "reward", "reward or score of the chosen answer minus that of the rejected answer"),
+    (
+        "{dpo,rm}_margin",
+        "reward",
+        "implicit reward (DPO) or score (reward model) of the chosen answer minus that of the rejected answer",
+    ),
     (
         "{dpo,pair}_reward_margin",
         "reward",
@@ -268,7 +272,7 @@ _EVALUATION: _Rows = (
     (
         "{,reward_}margin",
         "reward",
-        "training on pairs: reward or score of the chosen answer minus that of the rejected answer",
+        "implicit reward (DPO, SimPO) or score (reward model) of the chosen answer minus that of the rejected answer",
     ),
     (
         "{chosen,rejected}_reward",
@@ -292,7 +296,7 @@ _MEMORY: _Rows = (
     (
         "peak_resident_gib",
         "GiB",
-        "peak resident memory so far, summed over the run's processes on this machine",
+        "sum of the peak resident memory of the run's processes on this machine so far",
     ),
     (
         "available_gib",

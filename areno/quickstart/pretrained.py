@@ -91,13 +91,13 @@ def quickstart_real(
     exact_before = judge.score(before, rows)["exact"]
     print(f"     exact answers {exact_before:.1%}\n")
 
-    print(f"3/4  GRPO for {steps} steps. The reward scores valid JSON, keys, types and values.")
+    print(f"3/4  GRPO for {steps} steps. The reward has parts for valid JSON, keys, types and values.")
     inputs = {"--algo": "grpo", "--ckpt": chosen, "--dataset-path": task / "train.jsonl"}
     reward = {"--reward-fn-path": task / "reward.py", "--reward-weights": _WEIGHTS}
     outputs = {"--max-steps": steps, "--seed": seed, "--world-size": 1, "--run-dir": root / "grpo"}
     checkpoint = train(inputs | reward | _GRPO | outputs)
 
-    print("4/4  Evaluate on the same orders again.\n")
+    print("4/4  Evaluate after training, on the same held-out orders.\n")
     after = judge.answers(str(checkpoint), rows)
     exact_after = judge.score(after, rows)["exact"]
     seconds = round(time.perf_counter() - start, 1)
@@ -161,5 +161,5 @@ def _report(root: Path, outcome: RealOutcome) -> None:
     checkpoint, messages = shlex.quote(outcome.checkpoint), shlex.quote(str(root / "task" / "messages.json"))
     print(f"\n  checkpoint   {outcome.checkpoint}   (Hugging Face format)")
     print(f"  metrics      {root / 'grpo' / 'metrics.jsonl'}, next to samples.jsonl and log.txt")
-    print("\nTry it with your own order:\n")
+    print("\nTry the trained model with your own order:\n")
     print(f"  areno chat --model-path {checkpoint} --messages {messages} --temperature 0")

@@ -12,7 +12,7 @@ _ROUNDING = "a rounding difference, for example due to another processor, has gr
 _NO_CAUSE = {
     "prompts": "the data may have changed, or the batches of an asynchronous rollout depended on timing",
     "sampled tokens": "the number of threads, the rounding of operations, or the timing of an asynchronous rollout may differ",
-    "log-probs": "the model's files may have changed, or an earlier update differed too little to be reported",
+    "log-probs": "the model's files may have changed, or the runs differed in an earlier update by too little to be reported",
     "rewards": "the reward function may have changed, or may be random",
     "advantages": "the runs may differ in the rewards of samples that they did not record",
     "update": "the runs may differ in samples that they did not record, or the computation is not deterministic",

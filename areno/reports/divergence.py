@@ -233,7 +233,7 @@ def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) ->
         return by_metrics
     phase, text = by_samples
     if by_metrics.metrics and PHASES.index(by_metrics.phase) < PHASES.index(phase) and by_metrics.phase == "prompts":
-        text = f"{by_metrics.text}, although the recorded samples have the same prompts"
+        text = f"the recorded prompts are the same, but {by_metrics.text}"
         return StepDifference(step, by_metrics.phase, text, by_metrics.metrics)
     return StepDifference(step, phase, text, by_metrics.metrics)
 
@@ -312,7 +312,8 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
         return ""
     if len(first) != len(second) and all(first[key] == second[key] for key in first.keys() & second.keys()):
         return (
-            f"the numbers of recorded prompts differ ({len(first)} and {len(second)}), but the common prompts are equal"
+            f"the runs recorded different numbers of prompts ({len(first)} and {len(second)}), but the prompts that both runs "
+            "recorded are the same"
         )
     if sorted(map(repr, first.values())) == sorted(map(repr, second.values())):
         return "the prompts are the same, but their order differs"
@@ -384,7 +385,7 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
         key, position, sampled_there = earliest
         what = "sampled tokens" if sampled_there else "tokens that were not sampled (tool results, messages)"
         before = (
-            f", although the log-probs of the {count} common tokens agree to within {max(gap, 1e-6):.0e}"
+            f"; the log-probs of the {count} sampled tokens before the differences agree to within {max(gap, 1e-6):.0e}"
             if count
             else ""
         )

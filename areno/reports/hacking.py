@@ -190,8 +190,8 @@ def _identical(evidence: Evidence) -> _Sign | None:
     shown = answer if len(answer) <= 60 else answer[:59] + "…"
     return _Sign(
         "identical",
-        f"{share:.0%} of the best-rewarded answers in the last steps are the same text for different prompts: {shown!r} (at "
-        f"the start, the most frequent answer made up {before:.0%}).",
+        f"In the last steps, {share:.0%} of the best-rewarded answers are the same text for different prompts: {shown!r}. At "
+        f"the start, the most frequent answer made up {before:.0%} of the best-rewarded answers.",
         "The reward is high for this text, regardless of the prompt.",
         "Make the reward depend on the prompt, so that one text cannot be right for all prompts. If the reward "
         f"already depends on the prompt, raise --temperature, and add {evidence.advice.kl}.",

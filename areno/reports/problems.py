@@ -98,9 +98,8 @@ def _failed_rewards(evidence: Evidence) -> RunProblem | None:
     return RunProblem(
         "reward_errors",
         f"In the last steps, the reward function failed on {share:.0%} of the samples, which were dropped.",
-        "Fix the reward function (--reward-fn-path) for the records that the log lists; with "
-        f"{'reward.on_error=stop' if evidence.run.is_experiment else '--on-reward-error stop'}, the run stops at the "
-        "first failure.",
+        "Fix the reward function (--reward-fn-path) for the records that the log lists. To stop a run at the first failure, "
+        f"use {'reward.on_error=stop' if evidence.run.is_experiment else '--on-reward-error stop'}.",
     )
 
 
@@ -227,8 +226,8 @@ def _clipped(evidence: Evidence) -> RunProblem | None:
         return None
     return RunProblem(
         "clipped",
-        f"In the last steps, {share:.0%} of the tokens or answers are outside the clip range and get no gradient: each update "
-        "moves the policy too far.",
+        f"In the last steps, {share:.0%} of the tokens (with GSPO: of the answers) are outside the clip range and get no "
+        "gradient: each update moves the policy too far.",
         f"Lower the learning rate with {evidence.advice.scaled('--lr', 0.3)}, or take fewer passes over a batch "
         "(--update-epochs 1).",
     )

@@ -147,8 +147,8 @@ def truncated(evidence: Evidence) -> RunProblem | None:
             f"{seen}, but truncation does not lower their reward, so the model has no reason to end its answers.{grew}"
         )
         remedy = (
-            "If the model should end its answers, change the reward function so that truncated answers get a low reward: for "
-            'them, `record.metadata["finish_reason"]` is "length". Do not raise the limit: with a higher limit, the answers '
+            "If the model should end its answers, make the reward function return a low reward for truncated answers, which "
+            'have `record.metadata["finish_reason"] == "length"`. Do not raise the limit: with a higher limit, the answers '
             "would only become longer."
         )
     else:

@@ -150,7 +150,7 @@ def _token(segment: Mapping[str, Any], place: int) -> TokenView:
         numbers.append("not trained")
     numbers += [f"version {segment['version']}"] if segment["version"] >= 0 else []
     if not math.isnan(gap := trained - sampled):
-        numbers.append(f"in training {trained:.4f} (gap {_signed(gap)})")
+        numbers.append(f"log-prob in training {trained:.4f} (difference {_signed(gap)})")
         marks += " g" if abs(gap) > GAP else ""
     if segment.get("clipped") and segment["clipped"][place]:
         numbers.append("clipped")

@@ -210,7 +210,7 @@ class RewardRunner:
                 batch.finish(index, RewardOutcome(self._parts.weigh(result), None, batch.last_call_s))
         else:
             self._handle_loss(
-                batch, slot, f"its worker was stopped because it sent an unexpected report, {message!r:.80}"
+                batch, slot, f"its worker process was stopped because it sent an unexpected message: {message!r:.80}"
             )
 
     def _time_to_deadline(self) -> float:

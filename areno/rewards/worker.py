@@ -62,7 +62,7 @@ def parse_message(body: bytes) -> Message:
     except (ValueError, LookupError, TypeError, RecursionError, RewardError):
         valid = False
     if not valid or not all(math.isfinite(value) for value in values if isinstance(value, float)):
-        raise ValueError(f"{body[:80]!r} is not a reward report")
+        raise ValueError(f"{body[:80]!r} has an unknown format")
     return list(message)
 
 
@@ -96,8 +96,8 @@ def as_reward(value: Any) -> PartValues:
         return _as_number(value)
     if not value or not all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in value):
         raise RewardError(
-            f"returned parts named {list(value)!r:.80}; return at least one part; a part name has letters, digits, "
-            "`_`, `.` and `-`, and starts with a letter or `_`"
+            f"returned a dictionary with the keys {list(value)!r:.80}; return at least one key; each key must start with a "
+            "letter or `_` and contain only letters, digits, `_`, `.` and `-`"
         )
     return {name: _as_number(part, f" as the part {name}") for name, part in value.items()}
 

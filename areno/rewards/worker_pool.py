@@ -202,7 +202,7 @@ class WorkerSlot:
         except EOFError:
             self.arrived.append(["died", self.worker.exit_reason()])
         except (FrameError, ValueError) as error:
-            self.arrived.append(["died", f"its worker process was stopped because it violated the protocol: {error}"])
+            self.arrived.append(["died", f"its worker process was stopped because it sent an invalid message: {error}"])
 
 
 class WorkerPool:

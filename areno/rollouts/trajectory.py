@@ -122,7 +122,8 @@ def check_trajectory(trajectory: Any) -> None:
     """
     if not isinstance(trajectory, dict):
         raise UsageError(
-            f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"
+            f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of "
+            "Interaction objects"
         )
     missing = [name for name in _NEEDED if name not in trajectory]
     if missing:

@@ -226,7 +226,7 @@ class _GrammarState:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0]
-            raise EngineError(f"the grammar cannot continue the response: {reason}")
+            raise EngineError(f"the response cannot be parsed with the grammar: {reason}")
 
 
 class _OptionalReasoningState:

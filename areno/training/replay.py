@@ -118,7 +118,9 @@ def find_replay(run: RunDirectory, step: int, updates: int, temperature: float) 
         if not saved.rows:
             with_rows = sorted({*files.steps(), *entries["step"][(entries["flags"] & FLAGS["rows"]) > 0].tolist()})
             known = f"steps {with_rows[0]} to {with_rows[-1]}" if with_rows else "no step"
-            raise UsageError(f"--step {step}: {run.path} has no rows of this step; rows were recorded for {known}")
+            raise UsageError(
+                f"--step {step}: {run.path} has no training rows of this step; training rows were recorded for {known}"
+            )
     newest = CheckpointFolder(checkpoints_of(run.path, "areno replay")).newest_until(step)
     start, checkpoint = newest if newest is not None else (0, None)
     return RecordedStep(step, updates, saved, complete, start, checkpoint)

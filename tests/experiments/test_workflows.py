@@ -332,7 +332,7 @@ def test_an_agent_is_wrapped(named):
         ("/nowhere/w.py:Plain", {}, "file does not exist: /nowhere/w.py"),
         (object(), {}, "neither `async def arun_episode"),
         (Plain, {"wrod": 1}, "does not accept workflow_kwargs: .*wrod"),
-        (Needy, {}, "Needy cannot be created: missing a required argument: 'word'; give this argument"),
+        (Needy, {}, "Needy cannot be created: missing a required argument: 'word'; give the argument"),
         (Plain("x"), {"word": "y"}, r"workflow_kwargs \(word\) have no effect"),
     ],
 )

@@ -250,7 +250,7 @@ def test_names_survive_a_file_server_that_is_away_for_a_moment(tmp_path, caplog)
     away.rename(root)
     assert not gone.wait(1.5)
     assert names.get("kept") == "x"
-    assert {"cannot renew the value of the name kept", "cannot read the names kept"} <= {
+    assert {"cannot renew the time to live of the name kept", "cannot read the names kept"} <= {
         record.getMessage().partition(":")[0] for record in caplog.records
     }
     names.delete("kept")

@@ -240,7 +240,10 @@ def test_a_saved_replay_is_a_run_that_can_be_resumed(runs, tmp_path):
 
 
 PROBLEMS = {
-    "a step that is not there": (["--step", "9"], "has no rows of this step; rows were recorded for steps 0 to 2"),
+    "a step that is not there": (
+        ["--step", "9"],
+        "has no training rows of this step; training rows were recorded for steps 0 to 2",
+    ),
     "a negative step": (["--step", "-1"], "--step must be at least 0, got -1"),
     "no update": (["--step", "2", "--updates", "0"], "--updates must be at least 1, got 0"),
     "an option of the rollout": (["--step", "2", "--temperature", "2"], "--temperature has no effect on an update"),

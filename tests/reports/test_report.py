@@ -267,10 +267,10 @@ def test_tokens_show_what_training_did_with_them(tmp_path):
     assert tokens[0] == (
         "t n",
         "Yes",
-        "token 0, log-prob -0.5000, advantage -0.25, version 3, in training -0.5000 (gap +0)",
+        "token 0, log-prob -0.5000, advantage -0.25, version 3, log-prob in training -0.5000 (difference +0)",
     )
     assert tokens[1][:2] == ("t n g c", "↵\n")
-    assert tokens[1][2].endswith("in training -0.9000 (gap -0.4), clipped")
+    assert tokens[1][2].endswith("log-prob in training -0.9000 (difference -0.4), clipped")
     assert tokens[2][:2] == ("t n", " no")
     assert tokens[3] == ("t m", "Yes", "token 0, log-prob -0.5000, not trained, version 3")
     labels = [label.text for label in box.all("p", class_="label")]

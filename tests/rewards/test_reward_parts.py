@@ -59,10 +59,10 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (["{'a': float('nan')}"], "", ["returned nan (float) as the part a; a reward must be a finite number"]),
         (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be a finite number"]),
         (["{'a': {'b': 1}}"], "", ["(dict) as the part a; a reward must be a finite number"]),
-        (["{'my part': 1}"], "", ["returned parts named ['my part']; return at least one part"]),
+        (["{'my part': 1}"], "", ["returned a dictionary with the keys ['my part']; return at least one key"]),
         (["{'-a': 1}"], "", ["letters, digits, `_`, `.` and `-`, and starts with a letter or `_`"]),
-        (["{1: 1}"], "", ["returned parts named [1]; return at least one part"]),
-        (["{}"], "", ["returned parts named []; return at least one part"]),
+        (["{1: 1}"], "", ["returned a dictionary with the keys [1]; return at least one key"]),
+        (["{}"], "", ["returned a dictionary with the keys []; return at least one key"]),
         (
             ["{'a': 1e308, 'b': 1e308}"],
             "",
@@ -100,7 +100,7 @@ def test_shared_reward_parts_expect_the_same_names_in_every_reward():
     "body", [b'["parts", 0, {}, 0.1]', b'["parts", 0, {"a": "1"}, 0.1]', b'["parts", 0, {"a": NaN}, 0.1]']
 )
 def test_a_worker_cannot_report_invalid_parts(body):
-    with pytest.raises(ValueError, match="is not a reward report"):
+    with pytest.raises(ValueError, match="has an unknown format"):
         parse_message(body)
 
 

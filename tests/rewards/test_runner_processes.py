@@ -301,10 +301,10 @@ _RAW = """
 @pytest.mark.parametrize(
     ("sent", "text"),
     [
-        ("b'garbage'", "violated the protocol"),
-        ("bytes(1000)", "violated the protocol"),
+        ("b'garbage'", "sent an invalid message"),
+        ("bytes(1000)", "sent an invalid message"),
         # A frame of multiprocessing: length and body.
-        ("(23).to_bytes(4) + b'[\"value\", 0, 99.0, 0.1]'", "violated the protocol"),
+        ("(23).to_bytes(4) + b'[\"value\", 0, 99.0, 0.1]'", "sent an invalid message"),
     ],
 )
 def test_bytes_that_are_not_a_report_fail_only_their_record(reward_file, records, sent, text):

@@ -201,7 +201,7 @@ def test_states_are_independent(tokenizer):
 
 def test_a_token_that_is_not_allowed_is_an_error(tokenizer):
     state = choice_constraint(tokenizer, ["ab"])(tokenizer)
-    with pytest.raises(EngineError, match="grammar cannot continue"):
+    with pytest.raises(EngineError, match="cannot be parsed with the grammar"):
         state.push(tokenizer.convert_tokens_to_ids("z"))
 
 

@@ -287,9 +287,9 @@ class Optimizer(ABC):
             )
         if head["moments"] != self.config.moments:
             raise ValueError(
-                f"the saved optimizer state has {head['moments']} moments, but this run uses {self.config.moments} moments; "
-                "use the same --adam-8bit setting as the saved run or, in an experiment configuration, the same optimizer.type "
-                "and optimizer_dtype"
+                f"the saved optimizer state stores moments as {head['moments']}, but this run stores them as "
+                f"{self.config.moments}; use the same --adam-8bit setting as the saved run or, in an experiment configuration, "
+                "the same optimizer.type and optimizer_dtype"
             )
         if head["sgd"] != self.config.sgd:
             raise ValueError(

@@ -277,8 +277,8 @@ class RolloutFleet:
         server = self._server
         if server is None or not server.addresses:
             raise UsageError(
-                "servers cannot be added to this run (--add), because the run starts its replicas itself; set the number of "
-                "replicas instead"
+                "--add works only for a run that uses existing inference servers, but this run starts its replicas itself; set "
+                "the number of replicas instead"
             )
         added = tuple(address.strip().rstrip("/") for address in addresses)
         for address in added:

@@ -50,7 +50,7 @@ def resolve_workflow(
             if workflow_kwargs:
                 raise UsageError(f"workflow {name_of(workflow)} does not accept workflow_kwargs: {error}") from error
             raise UsageError(
-                f"workflow {name_of(workflow)} cannot be created: {error}; give this argument of the class a default value"
+                f"workflow {name_of(workflow)} cannot be created: {error}; give the argument a default value in the class"
             ) from error
         workflow = workflow(**arguments)
     elif workflow_kwargs:

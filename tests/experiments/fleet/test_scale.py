@@ -120,7 +120,10 @@ def test_the_command_resizes_a_running_fleet(open_fleet, tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     assert [line for line in out if line.startswith("replicas")] == ["replicas: 1", "replicas: 2", "replicas: 1"]
     assert main(["scale", str(folder), "--add", "http://127.0.0.1:1"]) == 1
-    assert "servers cannot be added to this run (--add), because the run starts" in capsys.readouterr().err
+    assert (
+        "--add works only for a run that uses existing inference servers, but this run starts"
+        in capsys.readouterr().err
+    )
     assert main(["scale", str(folder), "0"]) == 2
     fleet.close()
     assert main(["scale", str(folder)]) == 2

@@ -182,7 +182,10 @@ class DeviceDecode:
         self._step[:, _POSITION] = -1
         try:
             if not self._backend().fixed_shape:
-                raise CaptureError("the launch parameters of the attention backend depend on the context lengths")
+                raise CaptureError(
+                    "the launch parameters of the attention backend depend on the context lengths, but a CUDA graph fixes "
+                    "these parameters"
+                )
             if reason := why_not_captured(self.model.config, self.model.dtype):
                 raise CaptureError(reason)
             self._graphs.capture(size, lambda: self._program(size, self.cache.columns))
