@@ -27,14 +27,14 @@ areno convert trl grpo.yaml --learning_rate 2e-6
 areno convert verl algorithm.adv_estimator=grpo data.train_batch_size=1024 actor_rollout_ref.rollout.n=5
 ```
 
-Options of `areno convert` itself come before the settings: `areno convert --kind sft --devices 8 trl sft.yaml`. Add
-the option `--dry-run` to the printed command to check options, paths and the reward function, and to estimate the memory. A dry
-run loads no model and no data.
+Options of `areno convert` itself come before the name of the tool: `areno convert --kind sft --devices 8 trl sft.yaml`. Add the
+option `--dry-run` to the printed command to check options, paths and the reward function, and to estimate the memory. A dry run
+loads no model and no data.
 
 Reward functions of TRL and verl need another signature in areno. A *reward function* of areno gets one record with the model's
-answer and the data row, and returns a number or named parts ([rewards](rewards.md)). Datasets may need a conversion, too.
-*Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset. Prompts are text or messages
-([data](data.md)).
+answer and the data row, and returns a number or a dictionary of [named parts](rewards.md#named-parts). Datasets may need a
+conversion, too. *Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset. Prompts are text or
+messages ([data](data.md)).
 
 ## AReaL
 

@@ -138,16 +138,17 @@ shards optimizer states across the data-parallel ranks. If `actor.fsdp.shard_wei
 gradients. With context parallelism or expert parallelism, areno always shards weights and gradients. On a CPU, a device is a
 process. `ref` and `critic` run on the actor's ranks.
 
-The grammar of a backend is `BACKEND[NAME]:SIZES`. Each size is a letter and a number. The letters are d (data), t (tensor),
-p (pipeline), c (context) and e (expert parallelism). The backend `areno` supports d and t. `vllm` and `sglang` support d, t
-and p. `fsdp` supports d, t and c. `megatron` and `archon` support all five letters. `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives
-expert layers a different layout than attention layers.
+The value of these settings has the form `BACKEND:SIZES`. Each size is a letter and a number. The letters are d (data),
+t (tensor), p (pipeline), c (context) and e (expert parallelism). The backend `areno` supports d and t. `vllm` and `sglang`
+support d, t and p. `fsdp` supports d, t and c. `megatron` and `archon` support all five letters.
+`megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a different layout than attention layers.
 
 The setting `allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate
-devices. With `areno[rollout]:d2|fsdp[actor]:d2`, generation and training share devices. areno also accepts the notation of
-earlier AReaL versions, in which m is the tensor-parallel size. With `areno.d2m1+d2m1`, generation and training have separate
-devices. With a single `d2m1`, generation and training share devices. In the earlier notation `actor_gen:d2,*:d4`, generation
-(`actor_gen`) has two devices. All other tasks (`*`), such as training, have four other devices.
+devices. With `areno[rollout]:d2|fsdp[actor]:d2`, generation and training share devices; the brackets contain the role of each
+backend. areno also accepts the notation of earlier AReaL versions, in which m is the tensor-parallel size. With
+`areno.d2m1+d2m1`, generation and training have separate devices. With a single `d2m1`, generation and training share devices.
+In the earlier notation `actor_gen:d2,*:d4`, generation (`actor_gen`) has two devices. All other tasks (`*`), such as training,
+have four other devices.
 
 [Layouts](layouts.md) describes the supported layouts. [Servers](servers.md) describes the requirements of vLLM and SGLang. The
 error about an impossible layout contains the remedy.
