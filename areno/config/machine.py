@@ -97,7 +97,7 @@ def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
     return (
         f"--rollout-replicas {options.rollout_replicas}: training needs {options.world_size} GPUs (--world-size), "
         f"starting with GPU {first}, and rollout needs {ranks} more, but this machine has {gpus} GPUs; lower "
-        "--world-size or --rollout-replicas, or remove --rollout and --rollout-backend"
+        "--world-size or --rollout-replicas, or remove --rollout and --rollout-backend to generate on the GPUs for training"
     )
 
 
@@ -147,7 +147,7 @@ def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None
     indices = chosen or range(first, first + ranks)
     if max(indices) < gpus:
         return ""
-    remedy = f"use --world-size {gpus - first}" if 0 < gpus - first < ranks else "count GPUs from 0"
+    remedy = f"use --world-size {gpus - first}" if 0 < gpus - first < ranks else f"use GPU numbers below {gpus}"
     return (
         f"--world-size {ranks}: this machine has {gpus} GPU{'s' * (gpus != 1)}, but the ranks would use GPU "
         f"{', '.join(map(str, indices))}; {remedy}, or use --device cpu"

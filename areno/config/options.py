@@ -276,5 +276,7 @@ def _convert_one(entry: Option, raw: Any, label: str) -> Any:
         except ValueError:
             pass  # reported below
     if kind is str and isinstance(raw, bool):  # YAML reads the words yes, no, on and off as true and false
-        raise UsageError(f"{label} {str(raw).lower()}: expected text; quote the value if it is text")
+        raise UsageError(
+            f"{label} {str(raw).lower()}: expected text, not a boolean; put words such as yes, no and off in quotes"
+        )
     raise UsageError(f"{label} {raw!r}: expected {_EXPECTED[kind]}, such as {_EXAMPLE[kind]}")

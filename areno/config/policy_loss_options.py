@@ -42,14 +42,14 @@ class PolicyLossOptions:
     )
     use_decoupled_loss: bool = option(
         False,
-        help="Decoupled PPO loss: clip the ratio to the proximal policy, which is the policy before the update. Weight each "
-        "token by proximal probability / behavior probability. The behavior policy sampled it.",
+        help="Decoupled PPO loss: clip the ratio to the proximal policy (the policy before the update). Weight each token by "
+        "proximal / behavior probability, where the behavior policy sampled the token.",
     )
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Source of the proximal log-probs. recompute: a forward pass. metrics: the same, and report the errors of the "
-        "others. loglinear, linear: interpolation from behavior to current policy. rollout: copy.",
+        help="Source of the proximal log-probs. recompute, metrics: forward pass (metrics also reports errors of the "
+        "others). loglinear, linear: interpolate behavior and current policy. rollout: behavior policy.",
     )
     m2_threshold: float | None = option(
         None,
@@ -118,8 +118,8 @@ class RejectionSamplingConfig:
     metric: str = option(
         "ratio",
         choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
-        help="What `upper` and `lower` limit: importance weight r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), r - "
-        "log r - 1 (kl_k3), or the larger Bernoulli KL between proximal and behavior policy (binary_kl).",
+        help="Quantity with the bounds `upper` and `lower`: importance weight r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), "
+        "r - log r - 1 (kl_k3), or the larger of forward and reverse Bernoulli KL (binary_kl).",
     )
     agg: str = option(
         "mean",

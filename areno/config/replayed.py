@@ -101,8 +101,8 @@ def _problems(recorded: TrainOptions, options: TrainOptions, explicit: frozenset
     for name in sorted(explicit):
         if name in groups and groups[name] != "Train" and name not in _CHANGEABLE:
             yield (
-                f"{flag_of(name)} has no effect on an update with recorded rows; use only options of the loss, the "
-                "advantages, the optimizer and the devices"
+                f"{flag_of(name)} has no effect, because areno replay repeats updates on recorded rows; use only "
+                "options of the loss, the advantages, the optimizer and the devices"
             )
     if get_algorithm(options.algo).trainer not in (spec.trainer, POLICY_TRAINER):
         yield (

@@ -153,7 +153,7 @@ class RolloutOptions:
     agent_timeout_s: float = _rollout_free(
         300.0,
         above=0,
-        help="Agentic rollout: timeout in seconds of each agent call and of each request during the call.",
+        help="Agentic rollout: timeout in seconds of each agent call, and of each request from the agent to the model.",
     )
     agent_retries: int = _rollout_free(
         1,
@@ -239,10 +239,11 @@ class TuningOptions:
         0.9,
         above=0,
         maximum=1,
-        help="Fraction of memory that the tuned run may fill, including memory already in use.",
+        help="Fraction of GPU memory (on a CPU: of host memory) that the tuned run may use. Memory of other processes "
+        "is excluded.",
     )
     tune_max_samples: int = _tuning(
         256,
         minimum=1,
-        help="Tuning chooses at most this number of concurrent sequences, and at most this number of rows per step.",
+        help="Maximum that tuning chooses for --max-running-prompts, and for --batch-size times --n-samples.",
     )

@@ -135,8 +135,8 @@ class CheckpointOptions:
         None,
         minimum=1,
         unset="keep all checkpoints",
-        help="Keep only the newest N checkpoints. areno also keeps the last checkpoint before the first update "
-        "with non-finite results.",
+        help="Keep only the newest N checkpoints. If an update's loss or gradient norm is not finite, areno also keeps the "
+        "last checkpoint before the first such update.",
     )
     keep_best: bool = _checkpoint(
         False,

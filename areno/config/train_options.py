@@ -178,7 +178,7 @@ class UpdateOptions:
     bootstrap_truncated: bool = _ppo(
         True,
         help="For truncated answers, use the critic's value after the last token as the return of the missing tokens. "
-        "If most answers are truncated, disable this option, because values would grow without bound.",
+        "Disable this option if most answers are truncated, because the critic's values would otherwise grow without bound.",
     )
     whiten_advantages: bool = _ppo(True, help="Whiten the advantages over all tokens of a step.")
     gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount factor of rewards.")

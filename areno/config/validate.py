@@ -121,7 +121,8 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
     if spec.requires_rollout and not (options.reward_fn_path or options.reward_ckpt or options.workflow):
         yield (
             f"--reward-fn-path or --reward-ckpt is required for --algo {spec.name}; "
-            "pass --reward-fn-path file.py, where file.py defines reward_fn(record), or a reward model trained with `--algo rm`"
+            "pass a file that defines reward_fn(record) as --reward-fn-path, or a reward model (trained with `--algo rm`) as "
+            "--reward-ckpt"
         )
     if options.reward_fn_path and options.reward_ckpt:
         yield (
@@ -218,7 +219,7 @@ def _updates(options: TrainOptions) -> Iterator[str]:
     if options.update_minibatches > 1 and options.gradient_accumulation_steps is not None:
         yield (
             f"--update-minibatches {options.update_minibatches} and --gradient-accumulation-steps "
-            f"{options.gradient_accumulation_steps} both split a step into updates; use only one of them"
+            f"{options.gradient_accumulation_steps} both set the number of rows per optimizer step; use only one of them"
         )
     names = list_advantages()
     if options.advantage not in names:
@@ -318,9 +319,9 @@ def _replicas(options: TrainOptions) -> Iterator[str]:
         )
     if options.agent_fn is not None:
         yield (
-            f"{flag} with --agent-fn {options.agent_fn}: agents of --agent-fn can only use the model in this "
-            "process; pass an agent "
-            f"with `async def run(self, data, **extra)` as --workflow, or remove {flag}"
+            f"{flag} with --agent-fn {options.agent_fn}: this agent can only use the model in this process; replace "
+            "--agent-fn by --workflow, and pass an agent with `async def run(self, data, **extra)`, or remove "
+            f"{flag}"
         )
     if options.load_in_4bit:
         yield f"{flag} with --load-in-4bit: rollout processes cannot use 4-bit weights; use only one of them"

@@ -107,7 +107,7 @@ TRAIN = [
     ),
     (
         [*GSPO, "--rollout", "async", "--agent-fn", "reward.py"],
-        "--rollout async with --agent-fn reward.py: agents of --agent-fn can only use",
+        "--rollout async with --agent-fn reward.py: this agent can only use",
     ),
     (
         [*GSPO, "--rollout", "async", "--tune-params"],

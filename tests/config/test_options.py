@@ -66,7 +66,7 @@ def test_wrong_types_name_option_and_value(name, raw):
 
 @pytest.mark.parametrize(("name", "raw"), [("ckpt", True), ("stop", ["END", True])])
 def test_a_yaml_boolean_is_no_text(name, raw):
-    with pytest.raises(UsageError, match=f"--{name} true: expected text; quote the value"):
+    with pytest.raises(UsageError, match=f"--{name} true: expected text, not a boolean; put words"):
         convert(BY_NAME[name], raw, f"--{name}")
 
 

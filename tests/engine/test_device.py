@@ -40,7 +40,7 @@ def test_each_rank_gets_its_own_numbered_gpu():
             (torch.device("cuda:1"), 2, 2),
             "this machine has 2 GPUs, but the ranks would use GPU 1, 2; use --world-size 1",
         ),
-        ((CUDA, 1, 1, [3]), "this machine has 1 GPU, but the ranks would use GPU 3; count GPUs from 0"),
+        ((CUDA, 1, 1, [3]), "this machine has 1 GPU, but the ranks would use GPU 3; use GPU numbers below 1"),
         ((CUDA, 2, 4, [1]), r"devices=\[1\] has length 1, but world_size=2; give one device per rank"),
     ],
 )

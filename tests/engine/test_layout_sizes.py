@@ -85,7 +85,7 @@ def test_a_model_of_another_form_is_refused_by_name(family, tmp_path, capsys):
     CONFIG_MAPPING[family]().save_pretrained(path)
     code, text = fit(capsys, "--ckpt", path, "--devices", "2")
     assert code == 2
-    assert f"--ckpt {path}: layouts for this architecture cannot be estimated" in text
+    assert f"--ckpt {path}: memory and speed of this architecture cannot be estimated" in text
 
 
 def test_a_missing_model_is_not_called_a_model_of_another_form(tmp_path, capsys):

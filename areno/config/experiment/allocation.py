@@ -200,7 +200,7 @@ def _no_backend(spec: str, text: str) -> str:
         better = _component(text, first=True)
         return f"{spec!r} has a dot before the sizes, which only the setting allocation_mode accepts; write {better}"
     hint = nearest(re.split(r"[^A-Za-z_]", text, maxsplit=1)[0], _BACKENDS)
-    return f"{spec!r} is not a backend{hint}; write BACKEND:SIZES, such as fsdp:d2t2, where BACKEND is one of {names}"
+    return f"{spec!r} is not a backend{hint}; write a backend ({names}) and its parallel sizes, such as fsdp:d2t2"
 
 
 def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:

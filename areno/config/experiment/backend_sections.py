@@ -174,7 +174,11 @@ class ArchonEngineConfig:
     """Settings of the backend archon."""
 
     attn_type: str = _archon("varlen", choices=("varlen", "sdpa", "tree"))
-    offload_params: bool = setting(False, "Keep sharded parameters in host memory between uses (GPU only).")
+    offload_params: bool = setting(
+        False,
+        "For training on a GPU: keep sharded parameters in host memory, and copy the parameters of each layer to the GPU when "
+        "they are needed.",
+    )
     enable_compile: bool = _archon(False)
     ac_mode: str = _archon("selective", choices=("none", "full", "selective", "memory_budget"))
     selective_ac_option: str = _archon("op")
@@ -183,8 +187,8 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "Pipeline schedule. By default, a stage has one model chunk with 1F1B, and two with the other schedules "
-        "(one if layers are too few or PyTorch is too old). Zero-bubble schedules run as Interleaved1F1B.",
+        "Pipeline schedule. Zero-bubble schedules run as Interleaved1F1B, which has two model chunks per stage (one if "
+        "layers are too few or PyTorch is too old), unless pp_layers_per_stage is set.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
     pp_layers_per_stage: int | None = setting(
@@ -340,7 +344,7 @@ class MegatronEngineConfig:
     moe_permute_fusion: bool = _megatron(False)
     fp8_config: FP8EngineConfig | None = section(
         None,
-        "FP8 training, which areno does not support. If backend is megatron, the section must be null.",
+        "FP8 training, which areno does not support. If `actor.backend` is megatron, the section must be null.",
         no_effect=OWN_ENGINE,
     )
     bridge_type: str = _megatron("mbridge", choices=("mbridge", "megatron-bridge"))

@@ -68,8 +68,8 @@ def _servers(config: PPOConfig) -> Iterator[str]:
     if takes_turns(config):
         role = "actor" if rollout.scheduling_strategy.fork else "rollout"
         yield (
-            f"{role}.scheduling_strategy.fork false is not supported {where}, because with this value one process generates "
-            "and trains, but a server is a separate process; remove the setting"
+            f"{role}.scheduling_strategy.fork=false is not supported {where}: fork=false makes one process generate and train, "
+            "but a server is a separate process; remove the setting"
         )
     if rollout.speculate:
         yield (
@@ -138,9 +138,9 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
         yield (
-            f"{where}: each copy of the experts of a pipeline stage needs {parts} devices; {parts} must be a multiple of "
-            f"{parallel.tensor}, the tensor-parallel size, and a divisor of {shards * parallel.tensor}, the number of devices "
-            "per pipeline stage; use "
+            f"{where}: for the experts, expert-parallel size x tensor-parallel size is {parts}; the product must be a multiple "
+            f"of {parallel.tensor}, the tensor-parallel size of the other layers, and must divide {shards * parallel.tensor}, "
+            "the number of devices per pipeline stage; use "
             f"{allocation.backend}:{ParallelStrategy(**{**vars(parallel), 'expert': 1, 'expert_tensor': 0}).dims}"
         )
 
@@ -160,8 +160,8 @@ def unshardable(config: Any) -> Iterator[str]:
         yield "with actor.load_in_4bit: 4-bit weights cannot be sharded; remove actor.load_in_4bit, or do not shard the weights"
     if config.actor.use_lora and parallel.tensor > 1:
         yield (
-            "with actor.use_lora: areno cannot shard the adapters of tensor-parallel layers; remove actor.use_lora, remove "
-            f"t{parallel.tensor} from actor.backend, or do not shard the weights"
+            "with actor.use_lora: areno cannot shard the adapters of tensor-parallel layers with FSDP2; remove actor.use_lora, "
+            f"remove t{parallel.tensor} from actor.backend, or do not shard the weights"
         )
 
 

@@ -46,7 +46,7 @@ MOVED = {
     "max_turns": "is an argument of the workflow; write workflow.kwargs.max_turns=N instead",
     "max_llm_calls_per_run": "is an argument of the workflow; write workflow.kwargs.max_llm_calls_per_run=N instead",
     "agent_builder_path": "specifies an agent; write rollout.agent.agent_cls_path=file.py:NAME instead",
-    "agent_run_args": "are arguments of the agent; write the arguments as workflow.kwargs instead",
+    "agent_run_args": "are arguments of the agent; write each argument as workflow.kwargs.NAME=VALUE instead",
     "eval_workflow": "is not a setting of areno, which uses the training workflow for evaluation too; remove the key",
     "n_trajs": "is gconfig.n_samples in areno; write gconfig.n_samples=N instead",
     "max_tokens_per_trajectory": "is gconfig.max_tokens in areno; write gconfig.max_tokens=N instead",
@@ -117,7 +117,10 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
         return f"{path} {MOVED[last]}"
     near = "" if isinstance(value, Mapping) and not _alike(value, root) else nearest_path(path, list(paths_of(root)))
     better = "correct or remove the key" if near else "remove the key"
-    return f"{path} is not a setting of {root.__name__}{did_you_mean(near)}; {better}, or declare the key in your own subclass"
+    return (
+        f"{path} is not a setting of {root.__name__}{did_you_mean(near)}; {better}, or declare the key in your own subclass of "
+        f"{root.__name__}"
+    )
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:

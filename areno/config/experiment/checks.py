@@ -72,7 +72,7 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
         value = getattr(config, name)
         if wrong := [letter for letter in forbidden if letter in value]:
             better = value.translate(str.maketrans(dict.fromkeys(forbidden, instead)))
-            yield f"{name} {value!r} must not contain {wrong[0]!r}, which separates names; write {better}"
+            yield f"{name} {value!r} must not contain {wrong[0]!r}, which areno uses as a separator; write {better}"
         elif value and (value.startswith(".") or not value.isprintable() or value != value.strip()):
             yield (
                 f"{name} {value!r} cannot be a folder name, because it starts with a dot, contains an unprintable character, "
@@ -285,8 +285,8 @@ def _groups(config: PPOConfig) -> Iterator[str]:
             continue
         if norm.group_size != samples:
             yield (
-                f"actor.{name}.group_size {norm.group_size} differs from gconfig.n_samples {samples}, so a group would contain "
-                f"answers to several prompts; remove actor.{name}.group_size"
+                f"actor.{name}.group_size {norm.group_size} differs from gconfig.n_samples {samples}, the number of answers "
+                f"per prompt; remove actor.{name}.group_size"
             )
         if samples == 1 and norm.mean_level == "group":
             yield (
@@ -340,9 +340,9 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
             )
         if not strategy.fork and role in ("actor", "rollout") and not same_layout(config):
             yield (
-                f"{where}.fork=false makes rollout and training alternate on the actor's engine, but the sizes of "
-                f"rollout.backend {config.rollout.backend} and actor.backend {config.actor.backend} differ; use equal sizes, "
-                "or remove fork"
+                f"{where}.fork=false makes rollout and training alternate on the actor's engine, but rollout.backend "
+                f"{config.rollout.backend} and actor.backend {config.actor.backend} have different parallel sizes; use equal "
+                f"sizes, or remove {where}.fork"
             )
 
 

@@ -59,18 +59,22 @@ class FSDPEngineConfig:
         None,
         "Shard weights and gradients across data-parallel and context-parallel ranks (FSDP2). If false, only shard "
         "optimizer states (ZeRO-1). Context and expert parallelism always shard weights.",
-        shown="true if there are several data-parallel ranks, optimizer.type is adam and use_lora is false. With tensor "
-        "parallelism, transformers 5.23 or later is also required. For the backend megatron: true if "
+        shown="true if there are several data-parallel ranks, optimizer.type is adam, use_lora is false and, with tensor "
+        "parallelism, transformers is 5.23 or later. For the backend megatron: true if "
         "megatron.use_torch_fsdp2 or megatron.use_custom_fsdp is true",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
-    offload_params: bool = setting(False, "Keep sharded parameters in host memory between uses (GPU only).")
+    offload_params: bool = setting(
+        False,
+        "For training on a GPU: keep sharded parameters in host memory, and copy the parameters of each layer to the GPU when "
+        "they are needed.",
+    )
     memory_efficient_load: bool = setting(
         False,
         "Read sharded weights only on the first rank of each pipeline stage. This rank sends them to the other ranks "
         "layer by layer (with expert parallelism: all at once). No effect with tensor parallelism.",
     )
-    per_layer_optim_step: bool = setting(False, "Same as optimizer.offload (GPU only).")
+    per_layer_optim_step: bool = setting(False, "Has the same effect as optimizer.offload (GPU only).")
     optim_step_prefetch_layers: int = setting(
         1,
         "Number of layers whose optimizer states are prefetched.",
@@ -89,9 +93,9 @@ class TrainEngineConfig:
     """A model with its training settings and its devices."""
 
     experiment_name: str = setting(
-        "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
+        "", "Experiment name. Set the top-level setting `experiment_name` instead.", inherits="experiment_name"
     )
-    trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
+    trial_name: str = setting("", "Trial name. Set the top-level setting `trial_name` instead.", inherits="trial_name")
     path: str = setting(
         "",
         "Model: a folder, a .gguf file or a repo id. The sections ref and critic inherit the path of actor.",
@@ -163,7 +167,8 @@ class TrainEngineConfig:
         "or a checkpoint on disk (disk).",
         choices=(AUTO, "shm", "disk", "xccl"),
         documented="xccl",
-        shown="auto (shm on the CPUs of a single machine, else usually xccl)",
+        shown="auto (CPU: shm, or xccl on a cluster. GPU: xccl if rollout.backend is areno and the rollout has its own GPUs, "
+        "else shm, or disk on a cluster)",
     )
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Sharding and offloading for every training backend.")
     archon: ArchonEngineConfig = section(ArchonEngineConfig, "Settings of the backend archon.")
@@ -193,7 +198,10 @@ class TrainEngineConfig:
         one_spec, "Resources of the workers. A second list entry has no effect."
     )
     backend: str = setting(
-        "", "Engine and parallelism, such as fsdp:d2 or fsdp:d2t2.", inherits="actor.backend", required=True
+        "",
+        "Engine and parallel sizes, such as fsdp:d2t2 (two data-parallel replicas of two tensor-parallel devices each).",
+        inherits="actor.backend",
+        required=True,
     )
     _version: str = setting(
         "v1",
@@ -255,7 +263,7 @@ class NamedAlgorithm:
     algorithm: str = setting(
         "",
         "Algorithm that provides the loss, as in `areno train --algo`: gmpo, simpo, or your own as file.py:NAME. "
-        "Variants of the policy loss, such as cispo, only set defaults of actor settings.",
+        "Names such as cispo select areno's policy loss and change defaults such as use_cispo_loss.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Values of the algorithm's options, by option name.")
 
@@ -282,7 +290,8 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
     )
     overlong_penalty_factor: float | None = setting(
         None,
-        "Penalty at the length limit. A row with several turns can exceed the limit and then gets a larger penalty.",
+        "Penalty at the length limit. A conversation with several turns can exceed the limit, because its turns are counted "
+        "together. It then gets a larger penalty.",
         above=0,
     )
     mask_no_eos_with_zero: bool = setting(
@@ -312,7 +321,9 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         "the recomputed log-probs replace those of the rollout.",
     )
     rejection_sampling: RejectionSamplingConfig | None = section(
-        None, "Bounds on the importance weight of the decoupled loss. If null, there are no bounds."
+        None,
+        "Bounds on the difference between proximal and behavior policy (only with use_decoupled_loss). If null, there are no "
+        "bounds.",
     )
     log_agent_stats: bool = setting(
         False,
@@ -414,18 +425,20 @@ class TeacherConfig:
 
     engine_type: str = setting(
         "rollout",
-        "Name of the only section of engine settings that `teacher` may contain. The value has no other effect: the "
-        "teacher runs in the actor's engine, or on a server if teacher.path is an address.",
+        "Which of the sections teacher.rollout and teacher.train may be set. The value has no other effect: the teacher "
+        "runs in the actor's engine, or on a server if teacher.path is an address.",
         choices=("rollout", "train"),
     )
     rollout: InferenceEngineConfig | None = section(
         None,
-        "Accepted only with engine_type rollout. The values must agree with the run's other sections.",
+        "Accepted only with engine_type rollout. Each value must be the default or equal the setting of the same name in "
+        "another section, because the teacher has no separate engine.",
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
     train: PPOActorConfig | None = section(
         None,
-        "Accepted only with engine_type train. The values must agree with the run's other sections.",
+        "Accepted only with engine_type train. Each value must be the default or equal the setting of the same name in "
+        "another section, because the teacher has no separate engine.",
         inner={"path": "teacher.path"},
     )
     path: str = setting(
@@ -434,8 +447,8 @@ class TeacherConfig:
     offload: bool = setting(
         False,
         "Move the teacher to host memory between steps.",
-        refused="areno cannot move the teacher's weights between steps; remove the setting, or, if weights are sharded, keep "
-        "the shards in host memory with actor.fsdp.offload_params",
+        refused="areno cannot move the teacher's weights between steps; remove the setting, or, if the actor's weights are "
+        "sharded, set actor.fsdp.offload_params, which also applies to the teacher",
     )
     rl_loss_weight: float = setting(1.0, "Weight of the policy loss.", minimum=0)
     distill_loss_weight: float = setting(0.005, "Weight of the distillation loss.", minimum=0)

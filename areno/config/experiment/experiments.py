@@ -37,12 +37,14 @@ class BaseExperimentConfig:
     trial_name: str = setting("", "Name of the trial. The name must not contain - or /.", required=True)
     cluster: ClusterSpecConfig = section(ClusterSpecConfig, "The machines and the folder that they share.")
     allocation_mode: str = setting(
-        "", "Backends of several sections in one string, such as areno:d1+fsdp:d1 for rollout and actor."
+        "",
+        "Several `backend` settings in one string. For example, areno:d1+fsdp:d1 sets rollout.backend to areno:d1 and "
+        "actor.backend to fsdp:d1.",
     )
     seed: int = setting(1, "Random seed for the data order and sampling.", minimum=0, maximum=2**32 - 1)
     enable_offload: bool = setting(
         False,
-        "Allow engines to keep data in host memory (GPU only).",
+        "Allow engines on GPUs to offload data to host memory.",
         no_effect="each engine and each optimizer has its own `offload` setting",
     )
     total_train_epochs: int = setting(1, "Number of passes over the training rows.", minimum=1)

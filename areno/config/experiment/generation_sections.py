@@ -147,15 +147,15 @@ class AgentConfig:
         "Run agents in the trainer process (inline), or in separate processes that areno can kill (subproc).",
         choices=("inline", "subproc", "online"),
         refused_values={
-            "online": "external sessions (online) are not supported; set mode=inline or mode=subproc, with your own "
-            "agent"
+            "online": "external sessions (online) are not supported; set mode to inline or subproc, and agent_cls_path "
+            "to your own agent"
         },
     )
     tool_call_parser: str = setting("qwen", "Parser of the model's tool calls.")
     reasoning_parser: str = setting("qwen3", "Parser that separates reasoning from the answer.")
     chat_template_type: str = setting(
         "hf",
-        "Has no effect: with hf and with concat, a request reuses the recorded tokens of its conversation whenever "
+        "Has no effect, because hf and concat do the same: a request reuses the recorded tokens of its conversation whenever "
         "possible.",
         choices=("hf", "concat"),
     )
@@ -202,9 +202,11 @@ class InferenceEngineConfig:
     """Settings of the rollout: the inference engine, staleness and agents."""
 
     experiment_name: str | None = setting(
-        None, "Experiment name. Set this name only at the top level.", inherits="experiment_name"
+        None, "Experiment name. Set the top-level setting `experiment_name` instead.", inherits="experiment_name"
     )
-    trial_name: str | None = setting(None, "Trial name. Set this name only at the top level.", inherits="trial_name")
+    trial_name: str | None = setting(
+        None, "Trial name. Set the top-level setting `trial_name` instead.", inherits="trial_name"
+    )
     fileroot: str | None = setting(None, "Root folder of logs and dumps.", inherits="cluster.fileroot")
     max_concurrent_rollouts: int | None = setting(
         None,
@@ -249,7 +251,8 @@ class InferenceEngineConfig:
     )
     tokenizer_path: str = setting(
         "",
-        "Path of the tokenizer for dumped text. Only the tokenizer in the model's own folder is supported.",
+        "Path of the tokenizer that decodes trajectories for dump_to_file. Only the tokenizer in the model's own "
+        "folder is supported.",
         inherits="tokenizer_path",
         shown="tokenizer_path",
     )
@@ -269,7 +272,7 @@ class InferenceEngineConfig:
         0.0,
         "Seconds to wait after generation is paused.",
         minimum=0,
-        no_effect="a weight update pauses generation between two tokens and drops no request",
+        no_effect="a weight update pauses generation between two tokens without dropping requests, so no wait is needed",
     )
     scheduling_spec: list[SchedulingSpec] = section(
         one_spec,
@@ -277,7 +280,8 @@ class InferenceEngineConfig:
     )
     backend: str = setting(
         "",
-        "Engine and parallelism, such as areno:d2 (the built-in engine), vllm:d2t2 or sglang:d2.",
+        "Engine and parallel sizes, such as areno:d2 (built-in engine, two devices) or vllm:d2t2 (two vLLM servers with two "
+        "devices each).",
         required=True,
     )
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether the rollout has its own devices.")
@@ -287,7 +291,7 @@ class InferenceEngineConfig:
     lora_name: str = setting(
         "", "Name under which the adapter is served.", inherits="gconfig.lora_name", shown="gconfig.lora_name"
     )
-    agent: AgentConfig = section(AgentConfig, "Agents that use the engine.")
+    agent: AgentConfig = section(AgentConfig, "How agents run, and how their conversations become training rows.")
     speculate: int = setting(
         0,
         "Maximum number of draft tokens per decode step for speculative decoding by prompt lookup (CPU only). "
@@ -308,7 +312,9 @@ class InferenceEngineConfig:
     )
     model: str = of_gateway("default", "Model name that a gateway reports.")
     routing_strategy: str = of_gateway("round_robin", "Strategy by which a gateway routes requests.")
-    poll_interval: float = of_gateway(5.0, "Seconds between two health checks of a router.", above=0)
+    poll_interval: float = of_gateway(
+        5.0, "Seconds between two health checks that a gateway's router performs.", above=0
+    )
     admin_api_key: str = of_gateway("", "API key of the gateway services.", shown=ADMIN_KEY)
     api_url: str | None = setting(
         None,

@@ -96,7 +96,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     "ppo.recompute_logprob": LegacyKey(
         "actor.recompute_logprob",
         "Before training on a batch, recompute its log-probs with the current weights.",
-        "true if asynchronous or ppo.use_decoupled_loss=true, else false",
+        "true if training is asynchronous or ppo.use_decoupled_loss=true, else false",
     ),
     "ppo.use_decoupled_loss": LegacyKey(
         "actor.use_decoupled_loss",

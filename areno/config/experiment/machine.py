@@ -177,8 +177,8 @@ def _idle_offload(config: BaseExperimentConfig, machine: Machine) -> Iterator[st
         if section.offload_params:
             yield (
                 f"actor.{name}.offload_params true has no effect with actor.backend {actor.backend}, because the weights are "
-                "not sharded in this run; remove the setting, or use at least two data-parallel ranks (d2) and set "
-                "actor.fsdp.shard_weights"
+                "not sharded in this run; remove the setting, or set actor.fsdp.shard_weights and use at least two "
+                "data-parallel ranks (such as fsdp:d2)"
             )
 
 

@@ -188,8 +188,7 @@ def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
         if role == "ref":
             yield from _changed("ref", engine, ("optimizer",), "a reference is not trained")
             because = (
-                "only max_tokens_per_mb determines the microbatches of a reference; other microbatches would give the same "
-                "log-probs"
+                "a reference uses only max_tokens_per_mb, because the split into microbatches does not change log-probs"
             )
             yield from _changed("ref.mb_spec", engine.mb_spec, _SCORING, because)
 
@@ -213,7 +212,7 @@ def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield from _changed("reward", reward, ("fn", "timeout_seconds", "max_retries", "max_workers"), because)
     if config.built_in_workflow:
         names = [path for path, entry, _ in walk(agent) if "." not in path and entry.shape == "scalar"]
-        because = f"only read by agents; workflow.path is {config.built_in_workflow}"
+        because = f"only read by agents; this run uses the workflow {config.built_in_workflow}"
         yield from _changed("rollout.agent", agent, names, because)
     elif agent.chat_template_type != "hf":
         yield (

@@ -64,15 +64,15 @@ class FrequencyConfig:
     """Intervals of an action, such as saving or evaluating. The action runs whenever one of the three intervals has passed."""
 
     experiment_name: str = setting(
-        "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
+        "", "Experiment name. Set the top-level setting `experiment_name` instead.", inherits="experiment_name"
     )
-    trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
+    trial_name: str = setting("", "Trial name. Set the top-level setting `trial_name` instead.", inherits="trial_name")
     fileroot: str = setting(
         "", "Root folder of the run's files.", inherits="cluster.fileroot", shown="cluster.fileroot"
     )
-    freq_epochs: int | None = setting(None, "Interval in epochs, or null for no such interval.", minimum=1)
-    freq_steps: int | None = setting(None, "Interval in steps, or null for no such interval.", minimum=1)
-    freq_secs: int | None = setting(None, "Interval in seconds, or null for no such interval.", minimum=1)
+    freq_epochs: int | None = setting(None, "Interval in epochs (null: no such interval).", minimum=1)
+    freq_steps: int | None = setting(None, "Interval in steps (null: no such interval).", minimum=1)
+    freq_secs: int | None = setting(None, "Interval in seconds (null: no such interval).", minimum=1)
 
     @property
     def has_frequency(self) -> bool:
@@ -103,7 +103,7 @@ class EvaluatorConfig(FrequencyConfig):
     """Evaluation on held-out rows."""
 
     eval_before_train: bool = setting(False, "Also evaluate before the first step.")
-    keep_best: bool = setting(False, "Keep the checkpoint with the best evaluation in the folder recover/best.")
+    keep_best: bool = setting(False, "Keep the checkpoint with the best evaluation (in the folder recover/best).")
     early_stop_patience: int | None = setting(
         None,
         "Stop the run after this many consecutive evaluations without a new best result. If null, the run "
@@ -199,7 +199,7 @@ class MLflowConfig:
         "Address of a server, or a database such as sqlite:////data/mlflow.db. If null, MLFLOW_TRACKING_URI "
         "applies, or else mlflow.db in the current folder.",
     )
-    experiment: str | None = setting(None, "Experiment in MLflow (default: the name of the experiment).")
+    experiment: str | None = setting(None, "Experiment in MLflow (default: experiment_name).")
     name: str | None = setting(None, "Name of the run (default: the name of the trial).")
 
 
@@ -208,9 +208,9 @@ class StatsLoggerConfig:
     """Where statistics are logged."""
 
     experiment_name: str = setting(
-        "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
+        "", "Experiment name. Set the top-level setting `experiment_name` instead.", inherits="experiment_name"
     )
-    trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
+    trial_name: str = setting("", "Trial name. Set the top-level setting `trial_name` instead.", inherits="trial_name")
     fileroot: str = setting(
         "", "Root folder of the run's files.", inherits="cluster.fileroot", shown="cluster.fileroot"
     )
@@ -236,16 +236,16 @@ class PerfTracerConfig:
     """Chrome traces of the trainer process."""
 
     experiment_name: str = setting(
-        "", "Experiment name. Set this name only at the top level.", inherits="experiment_name"
+        "", "Experiment name. Set the top-level setting `experiment_name` instead.", inherits="experiment_name"
     )
-    trial_name: str = setting("", "Trial name. Set this name only at the top level.", inherits="trial_name")
+    trial_name: str = setting("", "Trial name. Set the top-level setting `trial_name` instead.", inherits="trial_name")
     fileroot: str = setting(
         "", "Root folder of the run's files.", inherits="cluster.fileroot", shown="cluster.fileroot"
     )
     enabled: bool = setting(False, "Write traces.")
     save_interval: int = setting(1, "Write the traces every N steps. Values below 1 count as 1.")
     profile_steps: list[int] | None = setting(
-        None, "Steps that PyTorch's profiler also records, counted from 0.", minimum=0
+        None, "Steps to record with PyTorch's profiler, counted from 0.", minimum=0
     )
     session_tracer: SessionTracerConfig | None = section(None, "Traces of rollout sessions.")
 

@@ -43,7 +43,7 @@ class NameResolveConfig:
         DEFAULT_RECORD_ROOT,
         "Folder for the files with addresses, if type is nfs. All machines must share this folder.",
         documented="/tmp/areal/name_resolve",
-        shown=f"{DEFAULT_RECORD_ROOT}, which means the subfolder `name_resolve` of `cluster.fileroot`",
+        shown="subfolder `name_resolve` of `cluster.fileroot`",
     )
     etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server that all machines can reach.")
     ray_actor_name: str = _cluster("ray_kv_store", "Name of the Ray actor that stores the addresses.")
@@ -60,7 +60,7 @@ class ClusterSpecConfig:
     )
     n_nodes: int = setting(
         1,
-        "Number of machines. Without Ray or Slurm, the value 32 (AReaL's default) means one machine.",
+        "Number of machines. Without Ray or Slurm, AReaL's default of 32 counts as 1.",
         minimum=1,
         documented=32,
         shown="1",
@@ -68,7 +68,7 @@ class ClusterSpecConfig:
     n_gpus_per_node: int | None = setting(
         None,
         "Number of GPUs per machine, 0 for machines without GPUs. On Ray, only the value 0 has an effect. "
-        "Without Ray or Slurm, the value 8 (AReaL's default) means all GPUs of the machine.",
+        "Without Ray or Slurm, AReaL's default of 8 counts as unset.",
         minimum=0,
         documented=8,
         shown="all GPUs of the machine (with slurm, you must set a value)",
@@ -86,7 +86,9 @@ class SchedulerConfig:
         choices=("local", "ray", "slurm"),
     )
     endpoint: str = _worker("http://localhost:8081", "Address of an external scheduling service.")
-    deploy_mode: str = _worker("separation", "How an external service places rollout and training.")
+    deploy_mode: str = _worker(
+        "separation", "How an external scheduling service assigns devices to rollout and training."
+    )
     functioncall_service_domain: str = _remote("http://localhost:8080", "Address of an external reward service.")
     reward_functioncall_config: dict[str, Any] = setting(
         {}, "Settings of an external reward service.", refused=_REMOTE_REWARD
@@ -108,11 +110,14 @@ class SchedulingSpec:
         minimum=1,
         shown="an equal share of this machine's CPU cores (on a cluster: 8 if the nodes have GPUs, else 1)",
     )
-    gpu: int = _cluster(0, "Number of GPUs of a worker. 0 means one GPU if the nodes have GPUs.", minimum=0)
+    gpu: int = _cluster(
+        0,
+        "Number of GPUs of a worker. On nodes with GPUs, 0 counts as 1. On nodes without GPUs, the value has no effect.",
+        minimum=0,
+    )
     mem: int = _cluster(
         32,
-        "Requested memory in GB per GPU (without GPUs: per worker). With the default value, areno "
-        "does not request a specific amount of memory.",
+        "Requested memory in GB per GPU (without GPUs: per worker). The default, 32, requests no specific amount of memory.",
         minimum=1,
     )
     port_count: int = _worker(2, "Number of ports that the worker may open.", minimum=1)
@@ -133,8 +138,8 @@ class SchedulingSpec:
     exclude: str | None = _slurm(None, "Comma-separated nodes to exclude.")
     ray_placement_strategy: str = setting(
         "shared",
-        "How a role uses Ray placement groups. With shared, all engines with a single worker share one group, and other "
-        "engines get one each. With separate or deferred, every engine gets its own group.",
+        "How a role uses Ray placement groups. With shared, engines with a single worker share one group, and others get "
+        "one each. With separate or deferred (equivalent), every engine gets its own group.",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )
@@ -156,7 +161,7 @@ class SchedulingStrategy:
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
         True,
-        "Whether a colocated role runs in a separate process. If not, rollout and training alternate on the actor's engine.",
+        "Whether a colocated role runs in its own process. If false, rollout and training alternate on the actor's engine.",
     )
 
     def problems(self) -> Problems:

@@ -436,7 +436,7 @@ def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
 
 
 def _stopped(method: str) -> EngineError:
-    return EngineError(f"the call of {method} failed: the worker processes have been stopped")
+    return EngineError(f"the call of {method} failed because the worker processes have been stopped")
 
 
 def _last(rank: _Rank) -> str:

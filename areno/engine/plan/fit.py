@@ -33,7 +33,11 @@ _SHOWN = 8
 _MOMENTS = {"adam": 8, "adam_bf16": 4, "adam_8bit": 2, "sgd": 0}
 _NUMBERS: dict[str, tuple[Any, float, str]] = {
     "--device-memory": (float, 80, "memory of each device in GiB"),
-    "--per-node": (int, 8, "devices per node; also the maximum tensor-parallel and context-parallel size"),
+    "--per-node": (
+        int,
+        8,
+        "devices per node; also the maximum tensor-parallel size and the maximum context-parallel size",
+    ),
     "--tokens": (int, 16384, "number of tokens per microbatch"),
     "--microbatches": (int, 64, "number of microbatches per optimizer step, over all replicas"),
     "--tflops": (float, 400, "computing speed that each device achieves, in TFLOP/s"),
@@ -133,7 +137,7 @@ def run(argv: Sequence[str]) -> int:
         model = ModelSizes.of(config)
     except Exception as error:  # from the model's code, or for a size that differs between its layers
         raise UsageError(
-            f"--ckpt {options.ckpt}: layouts for this architecture cannot be estimated: {error}"
+            f"--ckpt {options.ckpt}: memory and speed of this architecture cannot be estimated: {error}"
         ) from error
     compute = 2 if options.dtype == "bfloat16" else 4
     step = Training(options.tokens, options.microbatches, compute, _MOMENTS[options.optimizer])

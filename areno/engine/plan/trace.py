@@ -163,8 +163,8 @@ class ShapeOf:
         except RuntimeError as error:
             kind = type(self.model.module).__name__
             raise UsageError(
-                f"{self._path}: the code of {kind} depends on tensor values, so the memory of this model cannot be planned; "
-                f"the run itself may still work ({first_line(error)[:200]})"
+                f"{self._path}: the code of {kind} depends on tensor values ({first_line(error)[:200]}), so the memory of this "
+                "model cannot be planned; the run itself may still work"
             ) from error
 
     @_once

@@ -298,7 +298,7 @@ def test_one_clear_error_for_each_mistake(tmp_path, overrides, words):
 
 def test_a_boolean_of_the_file_is_no_text_in_a_list(tmp_path):
     tree = changed(RL, {"gconfig.stop": ["END", False]})
-    assert "gconfig.stop false: expected text; quote the value" in problem(tmp_path, tree=tree)
+    assert "gconfig.stop false: expected text, not a boolean; put words" in problem(tmp_path, tree=tree)
 
 
 def test_all_problems_are_reported_at_once(tmp_path):
@@ -428,7 +428,7 @@ def test_a_user_class_may_use_section_names_for_its_own_fields(tmp_path):
     assert load(tmp_path, "rollout.agent.agent_cls_path=agent.py:Agent", cls=ProgramConfig).workflow == "my.Workflow"
     assert notice(config) == ""
     ignored = load(tmp_path, "workflow=multi_turn", "rollout.agent.turn_discount=0.5", cls=ProgramConfig)
-    assert "rollout.agent.turn_discount: only read by agents; workflow.path is multi_turn" in notice(ignored)
+    assert "rollout.agent.turn_discount: only read by agents; this run uses the workflow multi_turn" in notice(ignored)
     assert "did you mean workflow?" in problem(tmp_path, "workflw=x", cls=ProgramConfig)
 
 

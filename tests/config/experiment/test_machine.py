@@ -197,7 +197,7 @@ def test_colocated_roles_share_devices_or_alternate():
     accepted(shared)
     turns = shared | {"rollout.scheduling_strategy.fork": False}
     accepted(turns)
-    assert "differ; use equal sizes, or remove fork" in refused(turns | {"actor.backend": "fsdp:d2"})
+    assert "have different parallel sizes; use equal sizes, or remove " in refused(turns | {"actor.backend": "fsdp:d2"})
     wrong = shared | {"rollout.scheduling_strategy.target": "critic"}
     assert "write rollout.scheduling_strategy.target=actor" in refused(wrong)
     for role in ("ref", "critic"):

@@ -160,13 +160,13 @@ def test_a_call_that_outlasts_the_group_says_so(group, monkeypatch):
     monkeypatch.setattr(workers, "_END_S", 0.5)
     answers = group.begin("sleep", 60.0)
     group.close()
-    with pytest.raises(EngineError, match="call of sleep failed: the worker processes have been stopped"):
+    with pytest.raises(EngineError, match="call of sleep failed because the worker processes have been stopped"):
         answers()
 
 
 def test_a_closed_group_says_so_instead_of_waiting(group):
     group.close()
-    with pytest.raises(EngineError, match="call of add failed: the worker processes have been stopped"):
+    with pytest.raises(EngineError, match="call of add failed because the worker processes have been stopped"):
         group.call("add", 1)
     with pytest.raises(EngineError, match="have been stopped"):
         group.tell(0, "pid")
