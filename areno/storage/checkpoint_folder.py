@@ -49,7 +49,7 @@ class CheckpointFolder:
         self,
         root: str | Path,
         keep: int | None = None,
-        remedy: str = "free some space, use --keep-checkpoints, or choose another --save-path",
+        remedy: str = "free some space, keep fewer checkpoints with --keep-checkpoints, or choose another --save-path",
     ) -> None:
         self.root = Path(root)
         self.best = self.root / _BEST  # the checkpoint with the best evaluation
