@@ -60,12 +60,13 @@ _SKIPPED = (
     "--dtype float32. Then resume from a checkpoint before the skipped step"
 )
 _RISING_PAIRS = (
-    "If the metric does not change, raise --lr. If the accuracy reaches 1 early, lower --epochs or use more pairs"
+    "If this metric does not change, raise --lr. If the accuracy on the training pairs reaches 1 early, lower --epochs or use "
+    "more pairs"
 )
 _PLAN = "`areno plan` prints how much memory each phase needs, and options that reduce it"
 _SLOWER = "docs/statistics.md explains how to profile a step"
 _GAP = (
-    "Use --dtype float32. With a mixture-of-experts model, use --return-routed-experts in addition. If the difference "
+    "Use --dtype float32. With a mixture-of-experts model, also use --return-routed-experts. If the difference "
     "remains, check that rollout and trainer have the same weights and --temperature"
 )
 
@@ -77,19 +78,18 @@ ADVICE: dict[str, Advice] = {
         "loophole",
     ),
     "rollout/rewards_std": Advice(
-        "equal rewards give no learning signal",
+        "at 0, all rewards are equal and give no learning signal",
         "Use prompts that the policy sometimes answers correctly, raise --temperature or --n-samples, or use a "
         "finer-grained reward",
         low=ABOVE_ZERO,
     ),
     "rollout/reward_parts/NAME": Advice(
-        "all reward parts rise, or some stay constant",
+        "rises or stays constant",
         "If one part falls while another part rises, the policy may exploit the rising part. Read samples from late "
         "in the run. Then fix the loophole, or change --reward-weights",
     ),
     "rollout/accuracy": Advice(
-        "0.1 to 0.9 while the policy learns. This range applies if wrong answers get a reward of at most 0, because the "
-        "accuracy is the fraction of rewards above 0",
+        "0.1 to 0.9 while the policy learns, if only correct answers get a reward above 0",
         "If the accuracy is near 0, use easier prompts, or run SFT first. If the accuracy is near 1, the task is "
         "solved: use harder prompts",
     ),
@@ -106,9 +106,14 @@ ADVICE: dict[str, Advice] = {
         "If the length reaches the limit, see truncated_ratio. If the length collapses, lower --lr, and check that "
         "the reward does not favor short answers",
     ),
-    "rollout/skipped_long": Advice("training never uses skipped prompts", "Raise --max-prompt-tokens", 0, 0),
+    "rollout/skipped_long": Advice(
+        "training does not use skipped prompts, so each one reduces the training data",
+        "Raise --max-prompt-tokens",
+        0,
+        0,
+    ),
     "train/loss": Advice(
-        "for GSPO and GRPO, near 0 without a trend. For SFT, DPO and reward models, the loss falls",
+        "near 0 without a trend for GSPO and GRPO. For SFT, DPO and reward models, the loss falls",
         "With RL, watch the reward instead. If the loss of SFT, DPO or a reward model does not fall, raise --lr. If "
         "this loss jumps, lower --lr",
     ),
@@ -258,7 +263,7 @@ ADVICE: dict[str, Advice] = {
     "train/rm_loss": Advice("starts at 0.69, then falls", _RISING_PAIRS, 0, 0.75),
     "train/rm_accuracy": Advice("0 in the first step, because all scores are equal, then 0.6 to 0.9", _RISING_PAIRS),
     "train/critic_explained_variance": Advice(
-        "below 0 in the first steps, later 0.3 or more",
+        "also below 0 in the first steps, later 0.3 or more",
         "If the metric stays near 0, raise --critic-lr. Two other options of `areno train` can help: "
         "--critic-warmup-steps and, if most answers are truncated, --no-bootstrap-truncated",
         0,

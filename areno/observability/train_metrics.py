@@ -135,8 +135,8 @@ _UPDATE: _Rows = (
     (
         f"kl_reward_{_SUMMARY}",
         "reward",
-        "with `--kl-reward-coef`: KL reward of a row. The KL reward is `-c * s`, where c is `--kl-reward-coef` and s is "
-        "the sum of the KL estimates of the row's tokens",
+        "with `--kl-reward-coef`: KL reward of a training row. The KL reward is `-c * s`, where c is `--kl-reward-coef` and s "
+        "is the sum of the KL estimates of the row's tokens",
     ),
     (f"ref_logprob_{_SUMMARY}", "nats", "with a KL term: log-prob of the trained tokens under the reference model"),
     (
@@ -148,14 +148,14 @@ _UPDATE: _Rows = (
     (
         "tree_token_ratio",
         "fraction",
-        "with prefix sharing in training: number of tokens if each shared prefix counts once, divided by the number of tokens "
-        "in all rows. Only microbatches whose rows share prefixes are included",
+        "with prefix sharing in training: number of tokens that training computes, divided by the number of tokens in all "
+        "rows. Training computes a shared prefix only once. Only microbatches whose rows share prefixes are included",
     ),
     (
         "routed_experts_changed",
         "fraction",
-        "with [routing replay](rollout.md#routing-replay): fraction of replayed choices that differ from the router's "
-        "current choice. A choice is the set of experts of one token in one MoE layer",
+        "with [routing replay](rollout.md#routing-replay): fraction of recorded expert choices that differ from the "
+        "choices that the router would make in training. A choice is the set of experts of one token in one MoE layer",
     ),
     ("sft_loss", "nats", "SFT: mean negative log-prob of a response token"),
     ("sft_logprob_mean", "nats", "SFT: mean log-prob of a response token"),
@@ -177,8 +177,12 @@ _PPO: _Rows = (
     ),
     ("critic_value_loss", "", "the critic's loss"),
     ("critic_value_clipfrac", "fraction", "fraction of trained tokens whose prediction is clipped"),
-    ("critic_value_mse", "", "mean squared error of the critic, during the update"),
-    ("critic_value_abs_error_mean", "reward", "mean absolute error of the critic, during the update"),
+    ("critic_value_mse", "", "mean squared difference between the critic's predictions and targets during the update"),
+    (
+        "critic_value_abs_error_mean",
+        "reward",
+        "mean absolute difference between the critic's predictions and targets during the update",
+    ),
     ("critic_value_pred_mean", "reward", "the critic's predictions during the update"),
     ("critic_value_target_mean", "reward", "the critic's targets during the update"),
     ("critic_old_value_mean", "reward", "the critic's predictions before the update"),
@@ -264,7 +268,11 @@ _EVALUATION: _Rows = (
     ("num_samples", "", "number of answers to held-out prompts"),
     ("skipped_long", "prompts", "prompts skipped because they exceed `--max-prompt-tokens` or the context length"),
     ("reward_errors", "answers", "answers on which the reward function failed"),
-    ("loss", "", "SFT: mean negative log-prob per response token, in nats. Training on pairs: pair loss"),
+    (
+        "loss",
+        "",
+        "SFT: mean negative log-prob per response token, in nats. DPO, SimPO and reward models: loss of the pairs",
+    ),
     ("perplexity", "", "SFT: exp(loss)"),
     ("target_tokens", "tokens", "SFT: predicted tokens"),
     ("num_sequences", "rows", "SFT: number of held-out rows"),
@@ -287,7 +295,11 @@ _EVALUATION: _Rows = (
     ("eval_time_s", "seconds", "time of the evaluation"),
 )
 _STAGES: _Rows = (
-    ("rollout", "seconds", "time to generate samples, or to wait for samples"),
+    (
+        "rollout",
+        "seconds",
+        "time to generate samples. With an asynchronous rollout: time that training waits for samples",
+    ),
     ("reward", "seconds", "time to reward the samples"),
     ("advantage", "seconds", "time to score rows with other models (reference, critic) and to compute advantages"),
     ("train", "seconds", "time of the optimizer steps"),
