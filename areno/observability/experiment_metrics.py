@@ -48,11 +48,12 @@ _ROLLOUT: _Rows = (
 _EPISODES: _Rows = (
     (
         "accepted",
-        "cumulative number of prompts whose episodes were accepted, including prompts that wait for a later batch",
+        "cumulative number of finished prompts that count neither as rejected nor as stale, including prompts that wait for a "
+        "later batch",
     ),
     ("rejected", "cumulative number of prompts whose episodes failed, returned None or were filtered out"),
-    ("failed", "number of rejected prompts whose workflow raised an error"),
-    ("filtered", "number of rejected prompts whose trajectory was filtered out"),
+    ("failed", "number of prompts that count as rejected because their workflow raised an error"),
+    ("filtered", "number of prompts that count as rejected because the filter rejected their trajectory"),
     ("stale", "cumulative number of prompts whose episodes became too stale before training used them"),
 )
 _LAG: _Rows = (("staleness", "staleness of the oldest token of each episode, in weight versions"),)
@@ -71,7 +72,7 @@ _BATCH: _Rows = (
     ("kl_rewards", "KL reward of each sample: -kl_ctl times the sum of the KL estimates of its trained tokens"),
     (
         "final_reward",
-        "reward of each response after overlong penalty, bias, scaling, clipping, normalization and KL reward",
+        "reward of each response after overlong penalty, bias, scaling, clipping and normalization, plus its KL reward",
     ),
     ("no_eos_ratios", "1 for a truncated response, 0 for a complete one"),
     ("prompt_len", "length of each prompt, in tokens"),
@@ -89,17 +90,18 @@ _BATCH_COUNTS: _Rows = (
     ("c_clip", "dual-clip bound (not reported without dual clipping)"),
     ("use_dual_clip", "1 with dual clipping, else 0"),
     ("mask_no_eos_with_zero", "1 if truncated responses get no task reward and are excluded from training, else 0"),
-    ("rs_upper", "upper bound of rejection sampling (not reported without rejection sampling)"),
+    ("rs_upper", "upper bound on the quantity rejection_sampling.metric (not reported without rejection sampling)"),
     (
         "rs_lower",
-        "lower bound of rejection sampling (not reported with rejection_sampling.action=clamp or without a lower bound)",
+        "lower bound on the quantity rejection_sampling.metric (not reported with rejection_sampling.action=clamp or without a "
+        "lower bound)",
     ),
 )
 _UPDATE: _Rows = (
     (
         "importance_weight",
         "importance ratio of each token relative to the behavior policy, near 1. With a decoupled loss or recompute_logprob, "
-        "the ratio is relative to the proximal policy",
+        "the ratio is relative to the proximal policy (the policy at the start of the update)",
     ),
     (
         "approx_kl",
@@ -109,43 +111,56 @@ _UPDATE: _Rows = (
     (
         "old_logp",
         "log-prob of each trained token under the behavior policy, recorded during sampling. With recompute_logprob and "
-        "without a decoupled loss, old_logp is instead recomputed before the update, under the proximal policy",
+        "without a decoupled loss, old_logp is instead recomputed under the policy at the start of the update",
     ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
     ("actor_loss", "policy loss, which has no trend and does not measure success"),
     (
         "clip_ratio",
-        "fraction of clipped tokens among the tokens that rejection sampling and M2PO keep; usually below 0.1",
+        "fraction of clipped tokens among the trained tokens that neither rejection sampling nor M2PO masks; normally "
+        "below 0.1",
     ),
     (
         "dual_clip_ratio",
-        "fraction of tokens whose loss the dual clip limits. Only tokens that rejection sampling and M2PO keep are counted",
+        "fraction of tokens whose loss the dual clip limits, among the trained tokens that neither rejection sampling nor M2PO "
+        "masks",
     ),
     (
         "behave_imp_weight",
-        "probability under the proximal policy divided by probability under the behavior policy, for each token that rejection "
-        "sampling and M2PO keep. With rejection_sampling.action=clamp, the ratio is clamped",
+        "probability under the proximal policy divided by probability under the behavior policy, for each token that neither "
+        "rejection sampling nor M2PO masks. With rejection_sampling.action=clamp, the reported ratio is already clamped to the "
+        "bounds",
     ),
     (
         "behave_approx_kl",
-        "log-prob under the proximal policy minus log-prob under the behavior policy, for each token that rejection sampling "
-        "and M2PO keep",
+        "log-prob under the proximal policy minus log-prob under the behavior policy, for each token that neither "
+        "rejection sampling nor M2PO masks",
     ),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
     ("vocab_min_logits", "minimum logit over the vocabulary at each trained token, before division by the temperature"),
     ("vocab_max_logits", "maximum logit over the vocabulary at each trained token, before division by the temperature"),
     ("rkl_loss", "with distillation: k1 estimate of the reverse KL divergence to the teacher, per token"),
-    ("sapo_soft_gate", "with SAPO: value of the soft gate, per token"),
-    ("sapo_scaled_gate_pos", "with SAPO: soft gate times 4 / sapo_tau_pos, for each token with an advantage above 0"),
+    (
+        "sapo_soft_gate",
+        "with SAPO: sigmoid(tau (importance_weight - 1)) of each token, where tau is sapo_tau_pos if the advantage is above 0, "
+        "else sapo_tau_neg",
+    ),
+    (
+        "sapo_scaled_gate_pos",
+        "with SAPO: (4 / sapo_tau_pos) times sapo_soft_gate, for each token with an advantage above 0",
+    ),
     (
         "sapo_scaled_gate_neg",
-        "with SAPO: soft gate times 4 / sapo_tau_neg, for each token with an advantage of 0 or less",
+        "with SAPO: (4 / sapo_tau_neg) times sapo_soft_gate, for each token with an advantage of 0 or less",
     ),
 )
 _UPDATE_COUNTS: _Rows = (
-    ("unclipped_behave_tokens", "number of trained tokens that rejection sampling and M2PO keep"),
-    ("clipped_tokens", "number of clipped tokens among the tokens that rejection sampling and M2PO keep"),
+    ("unclipped_behave_tokens", "number of trained tokens that neither rejection sampling nor M2PO masks"),
+    (
+        "clipped_tokens",
+        "number of clipped tokens among the trained tokens that neither rejection sampling nor M2PO masks",
+    ),
     ("rs_filtered_fraction", "fraction of trained tokens that rejection sampling masks or clamps"),
     ("kl_loss", "with kl_loss_coef: mean KL divergence to the reference, per trained token"),
     ("kl_coef", "with kl_loss_coef: weight of the KL term"),
@@ -154,56 +169,51 @@ _UPDATE_COUNTS: _Rows = (
     ("update_successful", "fraction of the step's updates with a finite gradient; areno skips the other updates"),
     (
         "num_micro_batches",
-        "number of microbatches per optimizer step, summed over the data-parallel replicas, and averaged over the optimizer "
-        "steps of the training step",
+        "mean number of microbatches per optimizer step, counted over all data-parallel replicas",
     ),
 )
 _LOGP: _Rows = (
-    ("prox_logp_gt", "recomputed log-prob under the proximal policy"),
-    ("kl_div_direct", "k1 estimate of the KL divergence between behavior and proximal policy, per token"),
-    ("kl_div_taylor", "k2 estimate of the KL divergence between behavior and proximal policy, per token"),
-    ("kl_div_dual", "k3 estimate of the KL divergence between behavior and proximal policy, per token"),
+    (
+        "prox_logp_gt",
+        "log-prob of each trained token under the proximal policy, recomputed in an additional forward pass",
+    ),
+    ("kl_div_direct", "k1 estimate of KL(behavior policy, proximal policy), per token"),
+    ("kl_div_taylor", "k2 estimate of KL(behavior policy, proximal policy), per token"),
+    ("kl_div_dual", "k3 estimate of KL(behavior policy, proximal policy), per token"),
 )
-_APPROXIMATED: _Rows = (
-    (
-        "approx_logp",
-        "approximate log-prob of each trained token under the proximal policy (the policy before the update)",
-    ),
-    (
-        "behave_imp_weight",
-        "approximate probability under the proximal policy, exp(approx_logp), divided by probability under the behavior policy",
-    ),
-    (
-        "importance_weight",
-        "probability under the current policy divided by approximate probability under the proximal policy, exp(approx_logp)",
-    ),
-    ("abs_error", "absolute difference between approx_logp and the recomputed log-prob prox_logp_gt"),
-    ("rel_error", "abs_error divided by the absolute value of prox_logp_gt"),
-    ("squared_error", "squared difference between approx_logp and the recomputed log-prob prox_logp_gt"),
-    (
-        "behave_imp_weight_abs_error",
-        "absolute difference between behave_imp_weight and its exact value, which is computed from prox_logp_gt",
-    ),
-    (
-        "behave_imp_weight_rel_error",
-        "behave_imp_weight_abs_error divided by the exact value of behave_imp_weight, which is computed from prox_logp_gt",
-    ),
-    (
-        "importance_weight_abs_error",
-        "absolute difference between importance_weight and its exact value, which is computed from prox_logp_gt",
-    ),
-    (
-        "importance_weight_rel_error",
-        "importance_weight_abs_error divided by the exact value of importance_weight, which is computed from prox_logp_gt",
-    ),
-)
+
+
+def _approximated(method: str) -> _Rows:
+    exact = "the exact ratio, which uses prox_logp_gt instead of approx_logp"
+    return (
+        (
+            "approx_logp",
+            "log-prob of each trained token under the proximal policy (the policy at the start of the update), approximated as "
+            f"with prox_logp_method={method}",
+        ),
+        (
+            "behave_imp_weight",
+            "exp(approx_logp) divided by the probability under the behavior policy, per trained token",
+        ),
+        ("importance_weight", "probability under the current policy divided by exp(approx_logp), per trained token"),
+        ("abs_error", "absolute difference between approx_logp and the exact log-prob prox_logp_gt"),
+        ("rel_error", "abs_error divided by the absolute value of prox_logp_gt"),
+        ("squared_error", "squared difference between approx_logp and the exact log-prob prox_logp_gt"),
+        ("behave_imp_weight_abs_error", f"absolute difference between behave_imp_weight and {exact}"),
+        ("behave_imp_weight_rel_error", f"behave_imp_weight_abs_error divided by {exact}"),
+        ("importance_weight_abs_error", f"absolute difference between importance_weight and {exact}"),
+        ("importance_weight_rel_error", f"importance_weight_abs_error divided by {exact}"),
+    )
+
+
 _VERSIONS: _Rows = (
     *(
         (
             f"sample_staleness_{policy}_{part}",
-            f"{statistic} staleness of the trained tokens relative to {reference}, in versions",
+            f"{statistic} over the trained tokens: weight version {when} the update minus the version that sampled "
+            "the token",
         )
-        for policy, reference in (("proximal", "the proximal policy"), ("theta", "the updated policy"))
+        for policy, when in (("proximal", "before"), ("theta", "after"))
         for part, statistic in (("avg", "mean"), ("max", "maximum"), ("min", "minimum"))
     ),
     ("v_theta", "weight version that the update produces"),
@@ -279,7 +289,7 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("The actor's update", "ppo_actor/update", "number", _UPDATE_COUNTS),
     ("Proximal log-probs", "ppo_actor/update/compute_logp", "avg, min, max", _LOGP),
     *(
-        ("Proximal log-probs", f"ppo_actor/update/compute_logp/{method}", "avg, min, max", _APPROXIMATED)
+        ("Proximal log-probs", f"ppo_actor/update/compute_logp/{method}", "avg, min, max", _approximated(method))
         for method in ("loglinear", "linear", "rollout")
     ),
     ("Staleness", "ppo_actor/update/version_stats", "number", _VERSIONS),
@@ -287,7 +297,7 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("SFT", "sft", "avg, min, max", _SFT),
     ("SFT", "sft", "number", _SFT_COUNTS),
     ("Reward model", "rw", "avg, min, max", _RW),
-    ("Reward model", "rw", "number", (("n_pairs", "number of pairs in the step"),)),
+    ("Reward model", "rw", "number", (("n_pairs", "number of pairs of a chosen and a rejected response in the step"),)),
     ("DPO and IPO", "dpo", "avg, min, max", _DPO),
     ("Seconds", "timeperf", "number", _TIMES),
     ("Memory", "memory", "number", _MEMORY),
