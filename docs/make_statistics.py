@@ -17,6 +17,19 @@ PAGE = Path(__file__).with_name("statistics.md")
 MARK = (
     "<!-- docs/make_statistics.py generates the rest of this page from areno/observability/experiment_metrics.py. -->\n"
 )
+INTRODUCTIONS = {
+    "The actor's update": (
+        "The behavior policy sampled the tokens. The proximal policy is the policy at the start of the update. Rejection\n"
+        "sampling (setting `rejection_sampling`) and M2PO (setting `m2_threshold`) can\n"
+        "[mask tokens](algorithms.md#algorithms-that-share-one-policy-loss). Masked tokens do not contribute to the loss."
+    ),
+    "Proximal log-probs": (
+        "With `prox_logp_method=metrics`, areno recomputes the log-probs of the tokens under the proximal policy\n"
+        "(`prox_logp_gt`). For comparison, areno also approximates these log-probs (`approx_logp`) with each of the methods\n"
+        "[`loglinear`, `linear` and `rollout`](algorithms.md#algorithms-that-share-one-policy-loss)."
+    ),
+}
+"""Text below the titles of some sections."""
 
 
 def render() -> str:
@@ -30,7 +43,8 @@ def render() -> str:
             f"| {one.meaning} |"
             for _, one in entries
         ]
-        parts.append("\n".join([f"## {title}\n", "| Name | Numbers | Meaning |\n|---|---|---|", *rows, ""]))
+        text = [f"{INTRODUCTIONS[title]}\n"] if title in INTRODUCTIONS else []
+        parts.append("\n".join([f"## {title}\n", *text, "| Name | Numbers | Meaning |\n|---|---|---|", *rows, ""]))
     return "\n".join(parts)
 
 

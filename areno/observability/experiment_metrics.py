@@ -48,11 +48,12 @@ _ROLLOUT: _Rows = (
 _EPISODES: _Rows = (
     (
         "accepted",
-        "cumulative number of prompts whose episodes were accepted, including prompts that wait for a later batch",
+        "cumulative number of finished prompts that count neither as rejected nor as stale, including prompts that wait for a "
+        "later batch",
     ),
     ("rejected", "cumulative number of prompts whose episodes failed, returned None or were filtered out"),
-    ("failed", "number of rejected prompts whose workflow raised an error"),
-    ("filtered", "number of rejected prompts whose trajectory was filtered out"),
+    ("failed", "number of prompts that count as rejected because their workflow raised an error"),
+    ("filtered", "number of prompts that count as rejected because the filter rejected their trajectory"),
     ("stale", "cumulative number of prompts whose episodes became too stale before training used them"),
 )
 _LAG: _Rows = (("staleness", "staleness of the oldest token of each episode, in weight versions"),)
@@ -71,7 +72,7 @@ _BATCH: _Rows = (
     ("kl_rewards", "KL reward of each sample: -kl_ctl times the sum of the KL estimates of its trained tokens"),
     (
         "final_reward",
-        "reward of each response after overlong penalty, bias, scaling, clipping, normalization and KL reward",
+        "reward of each response after overlong penalty, bias, scaling, clipping and normalization, plus its KL reward",
     ),
     ("no_eos_ratios", "1 for a truncated response, 0 for a complete one"),
     ("prompt_len", "length of each prompt, in tokens"),
@@ -98,8 +99,8 @@ _BATCH_COUNTS: _Rows = (
 _UPDATE: _Rows = (
     (
         "importance_weight",
-        "importance ratio of each token relative to the behavior policy; usually near 1. With a decoupled loss or "
-        "recompute_logprob, the ratio is instead relative to the proximal policy, which is the policy before the update",
+        "importance ratio of each token relative to the behavior policy, near 1. With a decoupled loss or recompute_logprob, "
+        "the ratio is relative to the proximal policy (the policy at the start of the update)",
     ),
     (
         "approx_kl",
@@ -108,28 +109,31 @@ _UPDATE: _Rows = (
     ("new_logp", "log-prob of each trained token under the policy"),
     (
         "old_logp",
-        "log-prob of each trained token under the behavior policy, recorded during sampling. If recompute_logprob is true and "
-        "the loss is not decoupled, old_logp is instead the recomputed log-prob under the policy before the update",
+        "log-prob of each trained token under the behavior policy, recorded during sampling. With recompute_logprob and "
+        "without a decoupled loss, old_logp is instead recomputed under the policy at the start of the update",
     ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
     ("actor_loss", "policy loss, which has no trend and does not measure success"),
     (
         "clip_ratio",
-        "fraction of clipped tokens among the tokens that rejection sampling and M2PO keep; usually below 0.1",
+        "fraction of clipped tokens among the trained tokens that neither rejection sampling nor M2PO masks; normally "
+        "below 0.1",
     ),
     (
         "dual_clip_ratio",
-        "fraction of tokens whose loss is limited by the dual clip, among the tokens that rejection sampling and M2PO keep",
+        "fraction of tokens whose loss the dual clip limits, among the trained tokens that neither rejection sampling nor M2PO "
+        "masks",
     ),
     (
         "behave_imp_weight",
-        "probability under the proximal policy divided by probability under the behavior policy, for each token that rejection "
-        "sampling and M2PO keep. With rejection_sampling.action=clamp, the ratio is clamped",
+        "probability under the proximal policy divided by probability under the behavior policy, for each token that neither "
+        "rejection sampling nor M2PO masks. With rejection_sampling.action=clamp, the reported ratio is already clamped to the "
+        "bounds",
     ),
     (
         "behave_approx_kl",
-        "log-prob under the proximal policy minus log-prob under the behavior policy, for each token that rejection sampling "
-        "and M2PO keep",
+        "log-prob under the proximal policy minus log-prob under the behavior policy, for each token that neither "
+        "rejection sampling nor M2PO masks",
     ),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
@@ -138,23 +142,24 @@ _UPDATE: _Rows = (
     ("rkl_loss", "with distillation: k1 estimate of the reverse KL divergence to the teacher, per token"),
     (
         "sapo_soft_gate",
-        "with SAPO: soft gate of each token, sigmoid(tau (importance_weight - 1)), where tau is sapo_tau_pos if the advantage "
-        "is above 0, and sapo_tau_neg otherwise",
+        "with SAPO: sigmoid(tau (importance_weight - 1)) of each token, where tau is sapo_tau_pos if the advantage is above 0, "
+        "else sapo_tau_neg",
     ),
     (
         "sapo_scaled_gate_pos",
-        "with SAPO: factor of the advantage in the loss, which is sapo_soft_gate times 4 / sapo_tau_pos, for each token with "
-        "an advantage above 0",
+        "with SAPO: (4 / sapo_tau_pos) times sapo_soft_gate, for each token with an advantage above 0",
     ),
     (
         "sapo_scaled_gate_neg",
-        "with SAPO: factor of the advantage in the loss, which is sapo_soft_gate times 4 / sapo_tau_neg, for each token with "
-        "an advantage of 0 or less",
+        "with SAPO: (4 / sapo_tau_neg) times sapo_soft_gate, for each token with an advantage of 0 or less",
     ),
 )
 _UPDATE_COUNTS: _Rows = (
-    ("unclipped_behave_tokens", "number of trained tokens that rejection sampling and M2PO keep"),
-    ("clipped_tokens", "number of clipped tokens among the tokens that rejection sampling and M2PO keep"),
+    ("unclipped_behave_tokens", "number of trained tokens that neither rejection sampling nor M2PO masks"),
+    (
+        "clipped_tokens",
+        "number of clipped tokens among the trained tokens that neither rejection sampling nor M2PO masks",
+    ),
     ("rs_filtered_fraction", "fraction of trained tokens that rejection sampling masks or clamps"),
     ("kl_loss", "with kl_loss_coef above 0: mean KL divergence to the reference, per trained token"),
     ("kl_coef", "value of kl_loss_coef (not reported if it is 0)"),
@@ -163,58 +168,51 @@ _UPDATE_COUNTS: _Rows = (
     ("update_successful", "fraction of the step's updates with a finite gradient; areno skips the other updates"),
     (
         "num_micro_batches",
-        "number of microbatches per optimizer step, summed over the data-parallel replicas, and averaged over the optimizer "
-        "steps of the training step",
+        "mean number of microbatches per optimizer step, counted over all data-parallel replicas",
     ),
 )
 _LOGP: _Rows = (
-    ("prox_logp_gt", "exact log-prob of each trained token under the proximal policy, computed with a forward pass"),
-    ("kl_div_direct", "k1 estimate of the KL divergence between behavior and proximal policy, per token"),
-    ("kl_div_taylor", "k2 estimate of the KL divergence between behavior and proximal policy, per token"),
-    ("kl_div_dual", "k3 estimate of the KL divergence between behavior and proximal policy, per token"),
+    (
+        "prox_logp_gt",
+        "log-prob of each trained token under the proximal policy, recomputed in an additional forward pass",
+    ),
+    ("kl_div_direct", "k1 estimate of KL(behavior policy, proximal policy), per token"),
+    ("kl_div_taylor", "k2 estimate of KL(behavior policy, proximal policy), per token"),
+    ("kl_div_dual", "k3 estimate of KL(behavior policy, proximal policy), per token"),
 )
-_APPROXIMATED: _Rows = (
-    (
-        "approx_logp",
-        "approximate log-prob of each trained token under the proximal policy (the policy before the update)",
-    ),
-    (
-        "behave_imp_weight",
-        "exp(approx_logp), the approximate probability under the proximal policy, divided by the probability under the "
-        "behavior policy",
-    ),
-    (
-        "importance_weight",
-        "probability under the current policy divided by exp(approx_logp), the approximate probability under the proximal "
-        "policy",
-    ),
-    ("abs_error", "absolute difference between approx_logp and the exact log-prob prox_logp_gt"),
-    ("rel_error", "abs_error divided by the absolute value of prox_logp_gt"),
-    ("squared_error", "squared difference between approx_logp and the exact log-prob prox_logp_gt"),
-    (
-        "behave_imp_weight_abs_error",
-        "absolute difference between behave_imp_weight and its exact value, computed with prox_logp_gt instead of approx_logp",
-    ),
-    (
-        "behave_imp_weight_rel_error",
-        "behave_imp_weight_abs_error divided by the exact behave_imp_weight, computed with prox_logp_gt instead of approx_logp",
-    ),
-    (
-        "importance_weight_abs_error",
-        "absolute difference between importance_weight and its exact value, computed with prox_logp_gt instead of approx_logp",
-    ),
-    (
-        "importance_weight_rel_error",
-        "importance_weight_abs_error divided by the exact importance_weight, computed with prox_logp_gt instead of approx_logp",
-    ),
-)
+
+
+def _approximated(method: str) -> _Rows:
+    exact = "the exact ratio, which uses prox_logp_gt instead of approx_logp"
+    return (
+        (
+            "approx_logp",
+            "log-prob of each trained token under the proximal policy (the policy at the start of the update), approximated as "
+            f"with prox_logp_method={method}",
+        ),
+        (
+            "behave_imp_weight",
+            "exp(approx_logp) divided by the probability under the behavior policy, per trained token",
+        ),
+        ("importance_weight", "probability under the current policy divided by exp(approx_logp), per trained token"),
+        ("abs_error", "absolute difference between approx_logp and the exact log-prob prox_logp_gt"),
+        ("rel_error", "abs_error divided by the absolute value of prox_logp_gt"),
+        ("squared_error", "squared difference between approx_logp and the exact log-prob prox_logp_gt"),
+        ("behave_imp_weight_abs_error", f"absolute difference between behave_imp_weight and {exact}"),
+        ("behave_imp_weight_rel_error", f"behave_imp_weight_abs_error divided by {exact}"),
+        ("importance_weight_abs_error", f"absolute difference between importance_weight and {exact}"),
+        ("importance_weight_rel_error", f"importance_weight_abs_error divided by {exact}"),
+    )
+
+
 _VERSIONS: _Rows = (
     *(
         (
             f"sample_staleness_{policy}_{part}",
-            f"{statistic} staleness of the trained tokens relative to {reference}, in versions",
+            f"{statistic} over the trained tokens: weight version {when} the update minus the version that sampled "
+            "the token",
         )
-        for policy, reference in (("proximal", "the proximal policy"), ("theta", "the updated policy"))
+        for policy, when in (("proximal", "before"), ("theta", "after"))
         for part, statistic in (("avg", "mean"), ("max", "maximum"), ("min", "minimum"))
     ),
     ("v_theta", "weight version that the update produces"),
@@ -290,7 +288,7 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("The actor's update", "ppo_actor/update", "number", _UPDATE_COUNTS),
     ("Proximal log-probs", "ppo_actor/update/compute_logp", "avg, min, max", _LOGP),
     *(
-        ("Proximal log-probs", f"ppo_actor/update/compute_logp/{method}", "avg, min, max", _APPROXIMATED)
+        ("Proximal log-probs", f"ppo_actor/update/compute_logp/{method}", "avg, min, max", _approximated(method))
         for method in ("loglinear", "linear", "rollout")
     ),
     ("Staleness", "ppo_actor/update/version_stats", "number", _VERSIONS),
@@ -298,7 +296,7 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
     ("SFT", "sft", "avg, min, max", _SFT),
     ("SFT", "sft", "number", _SFT_COUNTS),
     ("Reward model", "rw", "avg, min, max", _RW),
-    ("Reward model", "rw", "number", (("n_pairs", "number of pairs in the step"),)),
+    ("Reward model", "rw", "number", (("n_pairs", "number of pairs of a chosen and a rejected response in the step"),)),
     ("DPO and IPO", "dpo", "avg, min, max", _DPO),
     ("Seconds", "timeperf", "number", _TIMES),
     ("Memory", "memory", "number", _MEMORY),
