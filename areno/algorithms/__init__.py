@@ -1,6 +1,6 @@
 """Algorithms, one per file with options, loss, and ``SPEC``. The file name is the algorithm's name.
 
-:mod:`areno.config.algorithms` declares GSPO, GRPO, PPO, SFT, DPO and reward models.
+GSPO, GRPO, PPO, SFT, DPO and reward models are declared in :mod:`areno.config.algorithms` instead.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from areno.loss_fns.policy_loss import PolicyLossConfig, policy_loss_fn
 
 
 def family(name: str, **presets: Any) -> AlgorithmSpec:
-    """Declare an algorithm with a variant of the policy loss. ``presets`` replace the default values of its options."""
+    """Declare an algorithm with a variant of the policy loss. ``presets`` are default values of the loss's options."""
     return AlgorithmSpec(
         name,
         default_loss=policy_loss_fn,

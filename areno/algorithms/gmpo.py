@@ -29,11 +29,11 @@ class GMPOOptions:
 
 @reduces_over("sequence", entropy=True)
 def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: GMPOOptions) -> tuple[Tensor, dict[str, Any]]:
-    """L = - mean_i A_i (prod_t c_t)^(1 / L_i), with log c_t = sgn(A_i) min(sgn(A_i) (log pi - log pi_rollout), eps).
+    """loss = - mean_i A_i (prod_t c_t)^(1 / n_i), with log c_t = min(log r_t, eps) if A_i > 0, else max(log r_t, -eps).
 
-    A_i is the mean advantage of sequence i, and L_i is its number of response tokens. The ratio of each token is
-    clipped before the geometric mean: from above if A_i is positive, and from below if A_i is negative. A sequence
-    without response tokens counts in the mean over sequences, with the value 0.
+    A_i is the mean advantage of sequence i, and n_i is its number of response tokens. r_t = pi / pi_rollout is the importance
+    ratio of token t, and c_t is the clipped ratio; eps is ``gmpo_clip_eps``. A sequence without response tokens counts in the
+    mean over sequences, with the value 0.
     """
     ids, mask = data_pack["packed_seq_ids"], data_pack["packed_response_mask"]
     advantage = sequence_means(advantages_of(data_pack), data_pack)

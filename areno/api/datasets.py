@@ -135,7 +135,8 @@ def iter_prompt_batches(
 
     The field ``scanned`` of a batch counts the rows in the batch and the skipped rows between them. It also counts the
     skipped rows after the last row of the batch, up to the first row of the next batch. Skipped rows at the very beginning
-    count for the first batch. To resume after a batch, increase ``start`` by the sum of ``scanned`` over all batches so far.
+    count for the first batch. To resume after a batch, increase ``start`` by the sum of ``scanned`` over all batches
+    of this call up to this batch.
 
     Args:
         batch_size: number of rows per batch, without skipped rows.
@@ -150,7 +151,7 @@ def iter_prompt_batches(
 
     Raises:
         DataError: a row has no usable prompt.
-        UsageError: all prompts are too long. Only raised if ``start`` is 0.
+        UsageError: ``start`` is 0, and all prompts are too long.
     """
     order = range(len(rows)) if order is None else order
     longest, bound = prompt_limit(max_prompt_tokens, context_limit)

@@ -37,7 +37,7 @@ class Sample:
 
     @classmethod
     def of_completion(cls, item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> Sample:
-        """Create the sample of a completion. A completion without tokens has no training row."""
+        """Create the sample of a completion. If the completion has no tokens, ``rows`` is empty."""
         record = reward_record(item, prompt_index, sample_index, sequence)
         row = completion_row(item.input_tokens, sequence)
         rows = [row] if sequence.resp_tokens else []

@@ -128,7 +128,7 @@ def locked_run(options: TrainOptions) -> Iterator[None]:
 
 
 def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequence[Any] | None) -> None:
-    """Before a model is loaded, raise DataError if the first training row or the first held-out row is unsuitable."""
+    """Raise DataError if the algorithm cannot use the first training row or the first held-out row."""
     algorithm = get_algorithm(options.algo)
     objective = getattr(algorithm.resolve_trainer_cls(), "objective", None)
     needs: Needs | None = "prompt" if algorithm.requires_rollout else getattr(objective, "needs", None)
@@ -209,10 +209,7 @@ def run_evaluation(
 
 
 def make_loop(options: TrainOptions, trainer: Trainer, dataset: Any, kind: type | None = None) -> DatasetTrainer:
-    """Create a training loop that uses an SDK trainer.
-
-    The class of the loop is ``kind`` or, by default, the algorithm's trainer class.
-    """
+    """Create a training loop. ``kind`` is its class; by default, the algorithm's subclass of :class:`DatasetTrainer`."""
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
     make: Callable[..., DatasetTrainer] = kind or spec.resolve_trainer_cls()
@@ -261,7 +258,6 @@ def _evaluations(options: TrainOptions, loop: DatasetTrainer) -> dict[str, Any]:
 
 
 def _checkpoint(options: TrainOptions) -> Path | None:
-    """Return the path of the verified checkpoint to resume from; None if the run starts at the first step."""
     if not options.resume:
         return None
     return Checkpoints(spec_of(options).checkpoints).find(options.resume_step)
@@ -291,7 +287,6 @@ def make_trainer(options: TrainOptions, trains: str, checkpoint: Path | None = N
 
 
 def _lora(options: TrainOptions, checkpoint: Path | None) -> dict[str, Any] | None:
-    """Return the settings of the LoRA adapter; None without LoRA. A resumed run loads the adapter of its checkpoint."""
     if not options.uses_lora:
         return None
     adapter = str(checkpoint) if checkpoint is not None else options.lora_adapter_path

@@ -63,7 +63,7 @@ class RolloutSession:
 
     @property
     def api_key(self) -> str:
-        """API key shared by all samples. The content of a request tells the server which conversation the request continues."""
+        """API key shared by all samples. With this key, the server recognizes a conversation by the content of requests."""
         return self.agent_context.api_key
 
     @property
@@ -80,10 +80,7 @@ class RolloutSession:
         return self.agent_context.get_base_url(item)
 
     def get_api_key(self, item: AgentItem) -> str:
-        """Return the API key of one task.
-
-        areno records the responses to requests with this key as responses of this task; :meth:`trajectory` returns them.
-        """
+        """Return the API key of one task. :meth:`trajectory` returns the responses to all requests with this key."""
         return self.agent_context.get_api_key(item)
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
@@ -93,8 +90,8 @@ class RolloutSession:
     def samples(self, trajectories: Any) -> list[AgentSample]:
         """Convert an agent's turns to training rows and reward records, during the session or after its end.
 
-        If ``loss_mask_policy`` trains on context tokens, the method waits until all running generation has finished,
-        and computes the log-probs of these tokens.
+        If ``loss_mask_policy`` selects tokens that were not sampled, such as tool results, the method waits until all
+        running generation has finished, and then computes the log-probs of these tokens.
 
         Args:
             trajectories: turns, trajectories, or nested lists of turns and trajectories.

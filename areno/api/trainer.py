@@ -29,7 +29,7 @@ class Trainer(Sampler):
     The constructor only checks its arguments (TypeError, ValueError); :meth:`init` loads the model.
 
     Args:
-        world_size: number of devices or worker ranks.
+        world_size: number of ranks (processes); on GPUs, each rank uses one GPU.
         model_path: checkpoint folder or Hugging Face repo id.
         backend_type: ``areno.Areno`` (the default), your own ``BackendType``, or the name of a registered backend.
         custom_config: the backend's configuration; by default ``areno.ArenoConfig()``.
@@ -69,7 +69,7 @@ class Trainer(Sampler):
     ) -> Iterator[PromptBatch]:
         """Yield batches of a dataset's tokenized prompts; see :func:`areno.api.datasets.iter_prompt_batches`.
 
-        The TensorBoard events contain the number of skipped prompts.
+        Prompts that are too long are skipped; the TensorBoard events contain their number.
         """
         keywords: dict[str, Any] = {"prompt_key": prompt_key, "solutions_key": solutions_key}
         for name, value in (("batch_size", batch_size), ("max_prompt_tokens", max_prompt_tokens)):
@@ -221,7 +221,7 @@ class Trainer(Sampler):
         """Score rows with a reward model. The score of a row is the model's output at the last token.
 
         Args:
-            role: ``reward`` or another role of kind ``reward`` or ``value``; ``actor`` in reward-model training.
+            role: name of a role of kind ``reward`` or ``value``; in reward-model training, also ``actor``.
             token_rows: token ids of prompt and response of each row.
             micro_bs: number of rows per forward pass.
 

@@ -120,7 +120,6 @@ def _first_messages(file: str) -> list[dict[str, str]]:
 
 
 def _answer_lines(conversation: ChatSession) -> None:
-    """Print the answer to each line of stdin, without its reasoning. Lines with commands are executed."""
     for question in _questions():
         if question == "/quit":
             return

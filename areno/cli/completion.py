@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
 def _command(name: str) -> _Command:
     """Read the options of a command from its parser.
 
-    The options that files in ``areno/algorithms`` add are omitted, because reading these files would import torch.
+    Options that are declared in ``areno/algorithms`` are omitted, because importing these files imports torch.
     """
     module, rest = importlib.import_module(f"areno.cli.{name}"), _Value()
     options: dict[str, _Value] = {}

@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Return a report about this machine, in JSON types. Importing torch and the other dependencies takes seconds."""
+    """Return a report about this machine, in JSON types. The call takes seconds, because it imports all dependencies."""
     torch_report, gpus = _torch()
     return {
         "areno": {"version": __version__},

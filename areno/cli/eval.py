@@ -77,7 +77,7 @@ class EvalProgress:
             route_console(lambda line: self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True))
 
     def scored(self, records: list[RewardRecord], rewards: list[float | None]) -> None:
-        """Add answers with their rewards; the reward is None if the reward function failed."""
+        """Update the progress, and write the answers to the answer file. A reward is None if the reward function failed."""
         if self._answers is not None:
             self._answers.append(records, rewards)
         valid = [reward for reward in rewards if reward is not None]
@@ -92,7 +92,7 @@ class EvalProgress:
 
 
 class AnswerFile:
-    """JSONL file of answers with their rewards, written during the evaluation. The first answers overwrite an existing file."""
+    """JSONL file of answers with their rewards. The first call of :meth:`append` overwrites an existing file."""
 
     def __init__(self, path: str) -> None:
         self._path, self._mode = Path(path).expanduser(), "wb"

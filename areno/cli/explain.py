@@ -46,7 +46,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _list(width: int, data: RunData | None) -> Iterator[str]:
-    """List metrics by section: the metrics that the run ``data`` recorded; all metrics if ``data`` is None."""
     listed = explanations() if data is None else _recorded(data)
     for (front_end, section), members in groupby(listed, lambda one: (one.front_end, one.section)):
         rows = list(members)
@@ -97,17 +96,11 @@ def _describe(one: Explanation, width: int) -> Iterator[str]:
 
 
 def _field(label: str, text: str, width: int) -> list[str]:
-    """Return the lines of a wrapped text with a label; [] for an empty text."""
     body = textwrap.wrap(text, max(width - _LABEL_WIDTH, 20), break_long_words=False, break_on_hyphens=False)
     return [f"  {label if i == 0 else '':<{_LABEL_WIDTH - 2}}{line}" for i, line in enumerate(body)]
 
 
 def _name_in(data: RunData, one: Explanation, query: str) -> str | None:
-    """Return the name under which a run has recorded the metric ``one``; None if the run has not recorded the metric.
-
-    The function tries these names in order: ``query`` if it begins with the name of the metric (as ``NAME/max`` does), the
-    name of the metric, and the name of its mean (``NAME/avg``).
-    """
     candidates = (query if query.startswith(one.name) else one.name, one.name, f"{one.name}/avg")
     return next((name for name in candidates if name in data.metrics), None)
 

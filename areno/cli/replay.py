@@ -68,7 +68,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _of_run(path: Path, arguments: Namespace, out: Path, changes: Sequence[str]) -> list[dict[str, Any]]:
-    """Replay a run of ``areno train``, and return the statistics of each replayed update."""
     from areno.config.replayed import replay_options
 
     options = replay_options(path, changes, out)
@@ -82,7 +81,6 @@ def _of_run(path: Path, arguments: Namespace, out: Path, changes: Sequence[str])
 
 
 def _of_experiment(path: Path, arguments: Namespace, out: Path, changes: Sequence[str]) -> list[dict[str, Any]]:
-    """Replay an experiment, and return the statistics of each replayed update."""
     from areno.experiments.replay import prepared, replay_config, run_replay
     from areno.training.replay import find_replay
 

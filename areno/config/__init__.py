@@ -3,7 +3,8 @@
 Options of ``areno train``:
 
 - ``run_options``, ``rollout_options``, ``train_options``: options by group; ``all_train_options``: all of these options.
-- ``policy_loss_options``: options of the policy loss, for algorithms that use it; ``effects``: options without effect.
+- ``policy_loss_options``: options of the policy loss, for algorithms that use it.
+- ``effects``: finds the options that have no effect in a run.
 - ``algorithms``: registry of algorithms; ``advantages``: registry of advantage estimators.
 - ``prepare``: parses and checks the arguments of a run; ``validate``: checks of options; ``resume``: ``--resume``.
 - ``summary``: the printed summary.

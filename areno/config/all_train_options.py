@@ -1,7 +1,4 @@
-"""`TrainOptions`: all options of ``areno train``, and properties that are derived from these options.
-
-The options are declared in the modules of their groups.
-"""
+"""`TrainOptions`: all options of ``areno train``, and properties that are derived from these options."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -34,7 +34,7 @@ class Conversion:
 
     @property
     def command(self) -> str:
-        """The command, with one option per line."""
+        """The ``areno train`` command as text, with one option per line."""
         lines, line = [], "areno train"
         for word in self.words:
             if word.startswith("--"):

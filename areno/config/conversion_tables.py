@@ -25,10 +25,11 @@ class Rule:
     Attributes:
         option: the equivalent option; empty if no single option is equivalent.
         note: explanation for a setting or a value without an equivalent option.
-        value: function that receives the setting's value and all settings, and returns the option's value. It returns True
-            if the option is a flag without a value, an empty text if no option is needed, and None if the setting's value
-            has no equivalent.
-        together: whether the setting determines options only in combination with other settings.
+        value: function that receives the setting's value and all settings, and returns the option's value: True if the
+            option is a flag without a value, an empty text if no option is needed, and None if the setting's value has no
+            equivalent.
+        together: whether :mod:`areno.config.conversion` combines the setting with other settings to derive options. In
+            this case, ``option`` is empty.
         known: values that are converted; empty means all.
         many: whether the items of a list are converted one by one.
     """
@@ -46,7 +47,7 @@ def _whole(value: Any) -> int:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text. For a list with one item, return this item as text."""
+    """Return ``str(value)``, or ``str`` of the item if ``value`` is a list with one item."""
     return str(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
@@ -76,10 +77,6 @@ def _no_dropout(value: Any, settings: Settings) -> Any:
 
 
 def _if_on(name: str) -> Callable[[Any, Settings], Any]:
-    """Return a function for ``Rule.value``.
-
-    The returned function returns its argument ``value`` if the setting ``name`` is on, and "" otherwise.
-    """
     return lambda value, settings: value if is_on(settings.get(name, False)) else ""
 
 

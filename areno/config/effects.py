@@ -26,7 +26,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def without_effect(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
-    """Return the reason and the remedy for each option that this run does not read, by option name."""
+    """Map the name of each option that has no effect in this run to the reason and the remedy."""
     reasons = {}
     for entry in options_of(TrainOptions):
         info = entry.info
@@ -168,7 +168,7 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
 
 
 def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:
-    """Yield the unused options of KL terms and of the reference model."""
+    """Yield options of KL terms and of the reference model that have no effect, with the reasons."""
     ppo = spec.name == "ppo" or "use_kl_loss" in spec.uses
     if options.kl_reward_coef == 0:
         yield "kl_reward_type", "has no effect without a KL penalty; set --kl-reward-coef too"

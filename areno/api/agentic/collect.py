@@ -126,10 +126,6 @@ class AgentCall:
 
 
 def _reason(error: BaseException, function: AgentFn) -> str:
-    """Return a description of an error.
-
-    Unless the error is an ArenoError, the description includes the line of the agent's source file at which the error occurred.
-    """
     if isinstance(error, ArenoError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -159,10 +155,10 @@ class AgentRunner:
 
     Args:
         function: ``run_agent(ctx, batch)``, sync or async; may return or yield turns.
-        policy: selection of the tokens to train on.
+        policy: loss mask policy, which selects the tokens to train on.
         tokenizer: the model's tokenizer.
         timeout_s: timeout of each call, in seconds.
-        retries: maximum number of retries of an unfinished sample, each in a separate call.
+        retries: maximum number of retries of a failed sample. Each retry is a separate call with only this sample.
     """
 
     def __init__(

@@ -40,14 +40,11 @@ class AgentContext:
         return self._shared.base_url if item is None else self._session_of(item).keyed_url
 
     def get_api_key(self, item: AgentItem) -> str:
-        """Return the API key of one task.
-
-        areno records the responses to requests with this key as responses of this task; :meth:`trajectory` returns them.
-        """
+        """Return the API key of one task. :meth:`trajectory` returns the responses to all requests with this key."""
         return self._session_of(item).api_key
 
     def trajectory(self, item: AgentItem) -> AgentTrajectory:
-        """Return the completed responses to requests with a task's key or base URL, in order.
+        """Return the completed responses of one task, in order. The API key or base URL of a request identifies its task.
 
         An agent normally returns the server's responses as turns. If the agent cannot access complete responses, for example
         because its client library streams them or returns only their text, the agent can return this trajectory instead.
@@ -55,9 +52,9 @@ class AgentContext:
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).recorder.turns)])
 
     def turn(self, turn_id: str | None, item: AgentItem) -> Turn:
-        """Return a recorded turn by its id.
+        """Return a recorded turn of the task ``item`` by its id.
 
-        Raises ValueError if the turn belongs to a task other than ``item``, or was not recorded during this agent call.
+        Raises ValueError if the turn belongs to another task, or was not recorded during this agent call.
         """
         with self._lock:
             sessions = [(item.place, self._shared), *self._own.items()]

@@ -71,11 +71,7 @@ class AgentBatch:
 
 
 class _TaskSubset(AgentBatch):
-    """A batch with some tasks of another batch.
-
-    ``prompts`` has one entry per task, and ``n_samples`` is 1. The tasks keep the ``prompt_index`` and ``sample_index`` that
-    they have in the other batch.
-    """
+    """A batch with some tasks of another batch. Each task has its own entry in ``prompts``, so ``n_samples`` is 1."""
 
     __slots__ = ("_items",)
     _items: tuple[AgentItem, ...]
@@ -90,9 +86,9 @@ class _TaskSubset(AgentBatch):
 
 @dataclass(slots=True)
 class AgentTrajectoryTurn:
-    """One response of the model.
+    """One answer of the model, with its request.
 
-    If ``response`` is set, tokens, log-probs and tool calls are taken from this response.
+    If the field ``response`` is set, ``response_tokens``, ``response_logprobs`` and ``parsed_tool_calls`` are taken from it.
 
     Raises ValueError if the numbers of tokens and log-probs differ, or if ``response`` has no token metadata. Only
     responses from a rollout session have token metadata.

@@ -1,7 +1,8 @@
 """Checks whether a chat template is append-only, so that a conversation can become a single training row.
 
 The check renders sample conversations, first up to an answer and then with one more message. If the template rewrites
-earlier turns when a message is added, the conversation forks. Training stays correct, but each fork adds a training row.
+earlier turns when a message is added, the conversation forks: the later turns need another training row. Training stays
+correct.
 """
 
 from dataclasses import dataclass
@@ -41,11 +42,11 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """A problem with a chat template. It occurs when another message follows an answer of the model.
+    """A problem that a chat template has when another message follows an answer of the model.
 
     Attributes:
-        kind: kind of the problem.
-        step: type of the message that follows the answer.
+        kind: the problem; ``refused`` means that the template rejects the message.
+        step: kind of the message that follows the answer.
         thinking: whether the answer has reasoning.
     """
 
@@ -67,8 +68,8 @@ class TemplateFinding:
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
     """Return the problems of a tokenizer's chat template in multi-turn conversations.
 
-    The function adds a message to sample conversations. The list is empty if the template accepts this message, leaves the
-    text of earlier messages unchanged, and ends answers with the model's end-of-turn token.
+    The list is empty if the template accepts a user message or a tool result after an answer, leaves the text of earlier
+    messages unchanged, and ends answers with the model's end-of-turn token.
     """
     findings = []
     for thinking in (False, True):

@@ -1,4 +1,4 @@
-"""Converts the turns of a task to a sample with a reward record and training rows.
+"""Converts the turns of an agent's task to a sample. The sample contains the training rows and the reward record.
 
 The reward function receives a ``RewardRecord`` for a single completion as well as for the conversation of an agent. For an
 agent, additional fields of the record are set, such as ``tool_calls``.
@@ -94,10 +94,7 @@ def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micr
 
 
 def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokenizer: Any) -> Turn:
-    """Build a turn from response tokens that did not come from the session's server.
-
-    The agent has generated these tokens with a method of the trainer, such as ``rollout_batch``, so ``turn.response`` is None.
-    """
+    """Build a turn that the agent generated with a method of the trainer, such as ``rollout_batch``, without the server."""
     messages = [dict(message) for message in turn.messages]
     rendered = render_generation_prompt(tokenizer, messages, tools=turn.tools or None)
     logprobs = turn.response_logprobs
@@ -148,7 +145,6 @@ def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
 
 
 def _sequence_of(recorded: Sequence[Turn]) -> RolloutSequence:
-    """Concatenate all generated tokens of a sample."""
     tokens = list(chain.from_iterable(turn.tokens for turn in recorded))
     return RolloutSequence(
         resp_tokens=tokens,
@@ -169,7 +165,6 @@ def _record_of(
     sequence: RolloutSequence,
     tokenizer: Any,
 ) -> RewardRecord:
-    """Build the record for the reward function. ``turns`` and ``recorded`` have one entry per turn."""
     last = recorded[-1]
     messages = _messages(turns[-1], last)
     solutions = item.record.get("solutions")
@@ -225,14 +220,12 @@ def _messages(turn: AgentTrajectoryTurn, recorded: Turn) -> list[dict[str, Any]]
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """Convert a message to a dict. A message may be a dict or an object of the OpenAI client."""
     if isinstance(message, dict):
         return message
     return dict(message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message)
 
 
 def _rendered(turn: Turn, tokenizer: Any) -> str:
-    """Decode the conversation from its first answer to the end of ``turn``, with special tokens."""
     path = turn.path
     tokens = [token for step in path for token in (*step.context_tokens, *step.tokens)]
     return str(tokenizer.decode(tokens[len(path[0].context_tokens) :], skip_special_tokens=False))
@@ -246,7 +239,7 @@ def _calls(turn: Turn) -> list[dict[str, Any]]:
 def _counts(rows: Sequence[TrajectoryRow], recorded: Sequence[Turn]) -> list[bool]:
     """Return the loss mask of the sampled tokens, concatenated over all turns.
 
-    A turn contributes to the loss in at most one training row.
+    A turn may be in several training rows, but contributes to the loss in at most one of them.
     """
     counts = [[False] * len(turn.tokens) for turn in recorded]
     for row in rows:

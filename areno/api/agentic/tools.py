@@ -69,8 +69,9 @@ class Tool:
     """A function that a model may call.
 
     The first paragraph of the docstring describes the tool. An ``Args:`` section or ``Annotated[T, "text"]`` describes
-    its parameters. Every parameter needs a type hint. These types can be nested: ``int``, ``float``, ``str``, ``bool``,
-    ``None``, ``Any``, ``Literal``, enums, unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and ``TypedDict``.
+    its parameters. Every parameter needs a type hint. The supported types are ``int``, ``float``, ``str``,
+    ``bool``, ``None``, ``Any``, ``Literal`` and enums, and unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and
+    ``TypedDict`` of supported types.
 
     Args:
         function: sync or async function. A sync function must be fast, because it runs in the event loop.

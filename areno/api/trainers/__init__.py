@@ -5,10 +5,10 @@
 1. rollout: the module ``source`` (for completions and workflows) or ``agents`` returns a list of
    :class:`areno.api.records.Sample`
 2. reward: :mod:`areno.rewards.runner`, a reward model or the workflow scores the samples
-3. advantage: :mod:`areno.training.objectives.policy` computes the advantages, as ``policy_only`` (for GSPO and GRPO) or
-   ``ppo`` specifies
+3. advantage: :mod:`areno.training.objectives.policy` computes the advantages, with settings from the module
+   ``ppo`` (for PPO) or ``policy_only`` (for other algorithms)
 4. update: :mod:`areno.engine.train.step` runs the optimizer steps
-5. publish: ``source`` sends the new weights to the rollout processes, if any
+5. publish: if there are rollout processes, ``source`` sends them the new weights
 
 The other modules:
 

@@ -35,7 +35,7 @@ from areno.types import TrainSequence, tightest
 DISK_REMEDY = "free some space, keep fewer checkpoints with --keep-checkpoints, or choose another --save-path"
 
 _NO_LAST_STEP = 2**62
-"""Placeholder for the number of steps, which is unknown because overlong rows are skipped."""
+"""Placeholder for the number of steps, which depends on how many rows are too long and therefore skipped."""
 
 
 def spec_of(config: TrainOptions) -> RunSpec:

@@ -56,7 +56,7 @@ class PPODatasetTrainer(RolloutTrainer):
         )
 
     def learners(self) -> list[Learner]:
-        """Return the learners of the critic and of the policy. The policy is trained only after the critic's warmup."""
+        """Return the learners of the critic and of the policy. The policy's learner does nothing during the critic's warmup."""
         policy = [replace(each, first_step=self.config.critic_warmup_steps) for each in super().learners()]
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 

@@ -3,8 +3,8 @@
 The stages of a step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses
 supply the settings of the last two stages.
 
-Until the first optimizer step of a training step, a stop signal may interrupt the step, because the work so far can be
-repeated. From then on, only a second signal interrupts the update. A step that an error interrupts is not saved.
+Before a training step updates weights, a stop signal may interrupt it, because its work so far can be repeated. From then
+on, only a second signal interrupts the training step. A training step that an error interrupts is not saved.
 """
 
 import math
@@ -74,7 +74,7 @@ class RolloutTrainer(DatasetTrainer):
     _on_scored: OnScored | None = None
 
     def roles(self) -> list[ModelRole]:
-        """Return the models that the algorithm needs in addition to the policy and a reward model."""
+        """Return the auxiliary models that the algorithm needs, without the reward model of ``--reward-ckpt``."""
         return []
 
     @abstractmethod
@@ -98,8 +98,8 @@ class RolloutTrainer(DatasetTrainer):
     def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
         """Run the updates of a step, and merge their statistics into one dictionary.
 
-        ``updates`` is the iterator of :meth:`PolicyObjective.updates`, which runs the updates during the iteration. It yields
-        pairs of role and statistics.
+        ``updates`` is the generator of :meth:`PolicyObjective.updates`. It yields pairs of role and statistics, and runs the
+        updates of a role just before it yields the role's pair.
         """
         return {name: value for _, stats in updates for name, value in (stats or {}).items()}
 
@@ -207,7 +207,7 @@ class RolloutTrainer(DatasetTrainer):
 
     @property
     def _prompt_context(self) -> int | None:
-        """Context limit for the prompts of the dataset. None if an agent runs, because the agent writes its own prompts."""
+        """Context limit beyond which prompts are skipped. None if an agent runs, because the agent writes its own prompts."""
         return self.context_limit if self._agents is None else None
 
     def run_step(self, batch: PromptBatch) -> StepOutcome:
@@ -381,7 +381,7 @@ class RolloutTrainer(DatasetTrainer):
         )
 
     def measure(self) -> dict[str, float]:
-        """Evaluate the policy. For the first few held-out prompts, write one answer per prompt to the run directory."""
+        """Evaluate the policy on the held-out rows, and save a few of its answers in the run directory."""
         samples = EvalSamples()
         self._on_scored = samples.add
         try:
@@ -392,7 +392,6 @@ class RolloutTrainer(DatasetTrainer):
         return metrics
 
     def _answers(self) -> AnswerSource | None:
-        """Return the function through which the agent or the workflow answers held-out prompts; None if neither is used."""
         if self._agents is not None:
             return partial(self._agent_answers, self._agents)
         return None if self.config.workflow is None else self._source.answers

@@ -1,6 +1,4 @@
-"""Decides whether a step had too many failures, converts the trajectories of workflows to samples, and groups training rows
-by sample.
-"""
+"""Functions for the samples of a step: limit on failures, conversion of workflow trajectories, training rows per sample."""
 
 from __future__ import annotations
 

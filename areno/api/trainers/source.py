@@ -69,7 +69,10 @@ class SampleSource:
         return planned if self._fleet is None else self._ahead.steps(planned)
 
     def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples of a step's batch, and statistics. Raises AgentError if episodes of too many prompts failed."""
+        """Return the samples of a step's batch, and statistics.
+
+        Raises AgentError if the workflow failed on more prompts than ``--agent-max-failures`` allows, or rejected all samples.
+        """
         config = self._config
         session = self._instance.rollout_session(
             sampling_params=self._sampling, max_running_prompts=config.running_sequences, proxy=False
@@ -89,7 +92,10 @@ class SampleSource:
         return samples, stats
 
     def deliver(self, version: int) -> dict[str, float]:
-        """Send new weights to the rollout processes, and return the durations; {} if there are no rollout processes."""
+        """Send new weights to the rollout processes.
+
+        Returns the time of the update and the longest pause of a rollout process, in seconds; {} without rollout processes.
+        """
         if self._fleet is None:
             return {}
         report = self._fleet.update_weights(self._engine, version)
@@ -101,7 +107,7 @@ class SampleSource:
     def complete(self, step: int) -> dict[str, float]:
         """Drop the samples of a trained step, and send the new weights to the rollout processes, if any.
 
-        Returns the result of :meth:`deliver`: the durations of sending the weights, or {} without rollout processes.
+        Returns the result of :meth:`deliver`.
         """
         self._ahead.complete(step)
         return self.deliver(step + 1)
@@ -131,7 +137,6 @@ class SampleSource:
         ]
 
     def _running(self, *, evaluates: bool) -> Episodes:
-        """Return the runner of training or evaluation episodes. Evaluation always uses the engine of this process."""
         if evaluates not in self._episodes:
             config = self._config
             sampling = evaluation_sampling(config) if evaluates else self._sampling

@@ -127,7 +127,7 @@ class DPODatasetTrainer(SupervisedTrainer):
         self._reference_s = time.perf_counter() - start
 
     def run_step(self, batch: list[TrainSequence]) -> StepOutcome:
-        """Run one step. The statistics of the first step include the time of the reference's forward pass."""
+        """Run one step. The statistics of the first step include the time in which :meth:`prepare` ran the reference model."""
         outcome = super().run_step(batch)
         outcome.stats["ref_logprob_forward_time_s"], self._reference_s = self._reference_s, 0.0
         return outcome

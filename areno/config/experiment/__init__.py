@@ -10,8 +10,8 @@ Declarations:
 
 Loading and checks:
 
-- ``loader``: from the command line to a checked experiment; ``tree``: raw values; ``build``: typed values.
-- ``legacy``: keys of ``main_async_ppo.py``; ``machine``: defaults that depend on the machine; ``saving``: writes YAML.
+- ``loader``: from the command line to a checked experiment; ``tree``: untyped values; ``build``: typed values.
+- ``legacy``: keys of AReaL's early command line; ``machine``: defaults that depend on the machine; ``saving``: writes YAML.
 - ``checks``: checks of the experiment as a whole; ``path_checks``: checks of files; ``notices``: settings without effect.
 - ``allocation``: the grammar of ``backend``; ``backends``: checks of backends; ``roles``: where each role runs.
 - ``named_algorithm``: ``actor.algorithm``; ``server_arguments``: command lines of inference servers.

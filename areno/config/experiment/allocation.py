@@ -1,13 +1,13 @@
 """The grammar of the settings ``backend`` and ``allocation_mode``: engines, their devices and their parallelism.
 
     fsdp:d4                          four data-parallel training ranks
-    fsdp[actor]:d2t2                 two replicas of two tensor-parallel ranks, named actor (or fsdp(actor):d2t2)
+    fsdp[actor]:d2t2                 engine named actor: data-parallel size 2, tensor-parallel size 2 (or fsdp(actor):d2t2)
     megatron:(attn:d4p2t2|ffn:d2p2e4)   different parallelism for attention and expert layers
     areno:d2+fsdp:d2                 generation and training on separate devices
     sglang[rollout]:d4|fsdp[actor]:d4   generation and training on the same devices
     sglang.d4p1m1+d2p2m1             the legacy dotted form, in which m is the tensor-parallel size
-    actor_gen:d4,*:d8                sizes by model: generation on four devices, training on eight other devices
-    d4m1                             sizes without engines: generation and training on the same devices
+    actor_gen:d4,*:d8                legacy: generation (actor_gen) on four devices, all other models (*) on eight others
+    d4m1                             legacy: generation and training on the same devices
 
 ``|`` binds more tightly than ``+``. The letters mean data (d), tensor (t), pipeline (p), context (c) and expert (e)
 parallelism.
@@ -47,14 +47,17 @@ _MODELS = {
 
 
 class InvalidAllocationModeError(UsageError):
-    """A ``backend`` or ``allocation_mode`` has invalid syntax, an unsupported size letter, or conflicting sizes or engines."""
+    """A ``backend`` or ``allocation_mode`` has invalid syntax, or conflicting sizes or engines.
+
+    Also raised if a backend does not accept a size letter, as in ``sglang:c2``.
+    """
 
 
 class AllocationValidationError(UsageError):
     """A ``backend`` or ``allocation_mode`` has valid syntax, but its parallel sizes are impossible.
 
-    Either fsdp has pipeline or expert parallelism, or the number of devices is not a multiple of the number that one copy of
-    the experts needs.
+    Either fsdp has pipeline or expert parallelism, or the number of devices is not a multiple of
+    :attr:`ParallelStrategy.expert_parts`.
     """
 
 
@@ -88,7 +91,7 @@ class ParallelStrategy:
 
     @property
     def expert_ranks(self) -> int:
-        """Number of tensor-parallel groups that together hold one copy of a stage's experts.
+        """Number of tensor-parallel groups across which one copy of a pipeline stage's experts is sharded.
 
         The number is ``expert`` x ``expert_tensor`` / ``tensor``, or 0 if this quotient is not an integer.
         """
@@ -97,7 +100,7 @@ class ParallelStrategy:
 
     @property
     def dims(self) -> str:
-        """The sizes as text, such as ``d2t2``. Sizes of 1 are omitted, but a single device is ``d1``.
+        """The parallel sizes, such as ``d2t2`` (data 2, tensor 2). Sizes of 1 are omitted, but a single device is ``d1``.
 
         If the tensor-parallel size of the experts differs from that of the other layers, the text has the form
         ``(attn:SIZES|ffn:SIZES)``.
@@ -115,7 +118,7 @@ def _dims_text(**sizes: int) -> str:
 
 @dataclass(frozen=True)
 class ModelAllocation:
-    """An engine: its backend, its parallel sizes, and its name or an empty string."""
+    """An engine: its backend, its parallel sizes, and its name, which is empty if the engine has none."""
 
     backend: str
     parallel: ParallelStrategy
@@ -123,13 +126,14 @@ class ModelAllocation:
 
     @classmethod
     def from_str(cls, spec: str, name: str = "") -> ModelAllocation:
-        """Parse the text of one engine, such as ``fsdp:d2t2``. The argument ``name`` applies if the text contains no name.
+        """Parse one engine, such as ``fsdp:d2t2``. If ``spec`` contains no name, the engine gets the name ``name``.
 
         Raises:
             InvalidAllocationModeError: the syntax is invalid, the backend does not accept one of the size letters (such as c
-                in ``sglang:c2``), or attn and ffn have different numbers of devices or stages.
+                in ``sglang:c2``), or attention (attn) and experts (ffn) have different numbers of devices or
+                pipeline stages.
             AllocationValidationError: fsdp has pipeline or expert parallelism, or the number of devices is not a multiple of
-                the number that one copy of the experts needs.
+                :attr:`ParallelStrategy.expert_parts`.
         """
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
@@ -183,7 +187,7 @@ class ModelAllocation:
 
     @property
     def spec(self) -> str:
-        """The value of the setting ``backend`` for this engine: the engine as text, without its name."""
+        """The value of the setting ``backend`` for this engine, such as ``fsdp:d2t2``. It omits the engine's name."""
         return f"{self.backend}:{self.parallel.dims}"
 
     def __str__(self) -> str:
@@ -246,9 +250,8 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
 
 
 def _members(component: str) -> list[str]:
-    """Split a part of an ``allocation_mode`` into the texts of its engines.
+    """Split ``component`` (engines that share devices, as in ``areno:d4|fsdp[actor]:d4``) into engines.
 
-    The part contains no ``+``. Its engines share devices, and are separated by ``|``, as in ``areno:d4|fsdp[actor]:d4``.
     A ``|`` inside the sizes of one engine, as in ``megatron:(attn:d4|ffn:d2e2)``, separates no engines.
     """
     return re.split(r"\|(?![^()]*\))(?!(?:attn|ffn):)", component)
@@ -256,10 +259,7 @@ def _members(component: str) -> list[str]:
 
 @dataclass(frozen=True)
 class AllocationMode:
-    """The engines that a setting ``allocation_mode`` lists. Each component is a group of engines that share devices.
-
-    Different components use different devices.
-    """
+    """The engines of an ``allocation_mode``. ``components`` lists the groups of engines that share devices."""
 
     components: tuple[tuple[ModelAllocation, ...], ...]
 
@@ -268,9 +268,9 @@ class AllocationMode:
         """Parse an allocation, including the legacy forms.
 
         Raises:
-            InvalidAllocationModeError: the syntax is invalid, an engine needs a name, two engines have the same name, or
-                engines that share devices have different numbers of devices.
-            AllocationValidationError: the sizes of an engine are impossible; see :meth:`ModelAllocation.from_str`.
+            InvalidAllocationModeError: the syntax is invalid, an engine lacks a required name, two engines have the same name,
+                or engines that share devices have different numbers of devices.
+            AllocationValidationError: the parallel sizes of an engine are impossible; see :meth:`ModelAllocation.from_str`.
         """
         compact = re.sub(r"\s+", "", translate_legacy(text))
         mode = cls(tuple(tuple(map(ModelAllocation.from_str, _members(component))) for component in compact.split("+")))
@@ -329,12 +329,12 @@ class AllocationMode:
 def translate_legacy(text: str) -> str:
     """Translate a legacy form of ``allocation_mode`` to the current form. Text in the current form is returned unchanged.
 
-    - ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``. The letter m is the tensor-parallel size.
+    - ``sglang.d4p1m1+d2p2m1`` becomes ``sglang:d4+megatron:d2p2``.
     - ``actor_gen:d4,*:d8`` becomes ``areno:d4+fsdp:d8``.
-    - Sizes without engines, such as ``d2p2m1``, allocate the same devices to generation and training.
+    - ``d2p2m1`` becomes ``areno[rollout]:d2p2|megatron[actor]:d2p2``: generation and training share devices.
 
-    If the text gives no training backend, the sizes decide: the backend is megatron if there is pipeline or expert parallelism,
-    and fsdp if there is not.
+    In legacy forms, the letter m is the tensor-parallel size. If the text gives no training backend, the sizes decide: the
+    backend is megatron if there is pipeline or expert parallelism, and fsdp if there is not.
     """
     compact = re.sub(r"\s+", "", text)
     if "," in compact:
@@ -352,7 +352,7 @@ def _component(part: str, *, first: bool) -> str:
 
 
 def _by_model(text: str, compact: str) -> str:
-    """Translate sizes by model (``actor_gen:d4,*:d8``) to the current form; ``*`` stands for all models that are not listed."""
+    """Translate the legacy form ``MODEL:SIZES,...``, such as ``actor_gen:d4,*:d8``. ``*`` stands for all other models."""
     prefix, _, rest = compact.partition(".")
     backend, rest = (prefix, rest) if prefix in INFERENCE_BACKENDS else ("areno", compact)
     sizes: dict[str, str] = {}
