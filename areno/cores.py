@@ -21,7 +21,7 @@ def usable_cores() -> int:
 
 
 def openmp_threads() -> int | None:
-    """Return the first number in ``OMP_NUM_THREADS`` (the outermost level); None if the variable is unset or invalid."""
+    """Return the first number in the list ``OMP_NUM_THREADS``; None if the variable is unset or invalid."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 

@@ -22,11 +22,13 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
 
     The options are returned unchanged on a CPU, with ``--device cuda:N``, and in a resumed run.
 
-    Otherwise, ``--world-size`` is the number of visible GPUs that rollout processes do not need, rounded down to a multiple
-    of ``--tp-size``. ``--tp-size`` is 4 if ``--world-size`` (set or chosen) is 8, and 1 otherwise.
+    Otherwise, ``--world-size`` is ``gpus`` minus :func:`rollout_ranks`, rounded down to a multiple of ``--tp-size``.
+    ``--tp-size`` is 4 if all of these conditions hold, and 1 otherwise:
 
-    In some cases, ``--tp-size`` is 1 even if ``--world-size`` is 8: with ``--fsdp`` or ``--load-in-4bit``, if too few GPUs
-    remain for rollout processes, or if the model's ``config.json`` or the installed transformers does not support a size of 4.
+    - ``--world-size`` (set or chosen) is 8.
+    - Neither ``--fsdp`` nor ``--load-in-4bit`` is set.
+    - The GPUs that training does not use suffice for rollout processes with ``--tp-size 4``.
+    - The model's ``config.json`` and the installed transformers support this size.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options

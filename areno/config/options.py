@@ -40,16 +40,14 @@ class OptionInfo:
     """Metadata of an option besides its name, type and default.
 
     Attributes:
-        stored: whether ``config.yaml`` contains the value. False for options that apply to one invocation only, and for the
-            location of the run.
-        path: ``place`` if the value may be a file or folder, ``python`` if the value may be a ``file.py:name``. The path of
-            an existing file or folder is stored as an absolute path.
+        stored: whether ``config.yaml`` contains the value. Options that apply to one invocation only, and the location of the
+            run, are not stored.
+        path: ``place`` if the value may be the path of a file or folder, ``python`` if the value may be ``file.py:name``. The
+            path of an existing file or folder is stored as an absolute path.
         inherits: dotted path of the setting whose value is used if this setting is unset or empty.
-        inner: for a section, a dict from the names of its fields to dotted paths. A field in this dict inherits from the
-            setting at its path, instead of the path in ``inherits`` that the section's class declares for the field. With an
-            empty path, the field inherits nothing.
-        documented: AReaL's documented default, if areno's default differs. If ``refused`` is set, only these two
-            defaults are accepted.
+        inner: for a section, a dict from names of its fields to paths. Each path replaces the ``inherits`` of the field. With
+            an empty path, the field inherits nothing.
+        documented: AReaL's documented default, if areno's default differs.
     """
 
     help: str  # one or two sentences for ``--help``
@@ -200,8 +198,8 @@ def check_options(values: Any, prefix: str = "") -> None:
 def parse_annotation(hint: Any) -> tuple[Shape | None, type, bool]:
     """Parse the annotation of a field. Return the field's `Shape`, its type, and whether the field may be None.
 
-    The type of a list or a tuple is the type of its items. The type of a section is its dataclass. For an unsupported
-    annotation, the `Shape` is None.
+    For a list or a tuple, the returned type is the type of the items. For a section, it is the section's dataclass. For an
+    unsupported annotation, the `Shape` is None.
     """
     nullable = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

@@ -22,7 +22,7 @@ _MODULES_OF_EXTRAS = {
 
 
 def transformers_problem(what: str, major: int, minor: int) -> str:
-    """Return a message if ``what`` needs a newer transformers; empty if the installed version is new enough."""
+    """Return an error message if transformers is older than ``major.minor``; otherwise empty. ``what`` starts the message."""
     installed = version("transformers")
     if tuple(map(int, re.findall(r"\d+", installed)[:2])) >= (major, minor):
         return ""

@@ -118,8 +118,8 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
 def base_of(model: str) -> str:
     """Return the folder or repo id of a model. For an adapter, return its base model.
 
-    For a GGUF file, return the folder of the converted model. A leading ``~`` is expanded, because ``transformers`` would
-    mistake the path for a repo id.
+    For a GGUF file, convert the file to a cached model folder, and return this folder. A leading ``~`` is expanded, because
+    ``transformers`` would mistake the path for a repo id.
     """
     base = str(adapter_config(model)["base_model_name_or_path"]) if is_adapter(model) else model
     if is_gguf(base):

@@ -22,7 +22,7 @@ _CHANGEABLE = (
     *("algo", "reward_weights", "reward_normalize_parts", "seed", "world_size", "tp_size", "fsdp", "device", "dtype"),
     *("attn_backend", "trust_remote_code", "stall_timeout"),
 )
-"""Options that a replay may change, besides the options of the group Train."""
+"""Options that a replay may change, in addition to all options of the help section Train."""
 _SHAPING = (
     *("advantage", "kl_reward_coef", "kl_reward_type", "reward_weights", "reward_normalize_parts"),
     *("gamma", "lam", "whiten_advantages", "bootstrap_truncated"),
@@ -63,7 +63,7 @@ class ReplayOptions:
 
     @property
     def changes_advantages(self) -> bool:
-        """Whether a changed option affects the advantages."""
+        """Whether the replay changes an option that affects the advantages."""
         names = (*_SHAPING, *(("ref_ckpt",) if self.replayed.kl_reward_coef else ()))
         trainers = [get_algorithm(options.algo).trainer for options in (self.recorded, self.replayed)]
         return trainers[0] != trainers[1] or any(getattr(self.recorded, n) != getattr(self.replayed, n) for n in names)

@@ -1,7 +1,7 @@
 """Run directories, and resuming with ``--resume``.
 
-Options on the command line may change the length, devices, saving, timeouts and logging of a resumed run, but not its
-results.
+A resumed run accepts new values for options of its length, devices, saving, timeouts and logging. All other options must keep
+their values.
 """
 
 from __future__ import annotations

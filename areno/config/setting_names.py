@@ -1,4 +1,4 @@
-"""Replaces options of ``areno train`` in messages by the corresponding settings of an experiment file (``areno run``)."""
+"""Settings of experiment files (``areno run``) that correspond to options of ``areno train``."""
 
 import re
 

@@ -16,8 +16,8 @@ _NA = "n/a"
 def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, gpus: int = 0, width: int | None = None) -> str:
     """Format the configuration under the title ``AReno training config``.
 
-    Automatic choices depend on ``gpus``, the number of GPUs. Lines are wrapped at ``width`` columns, by default at the width of
-    the terminal.
+    ``gpus``, the number of GPUs, determines which device and dtype are shown for ``auto``. Lines are wrapped at ``width``
+    columns, by default at the width of the terminal.
     """
     width = max(width or shutil.get_terminal_size((100, 24)).columns, 60)
     sections = {

@@ -305,7 +305,6 @@ def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
 
 
 def _replicas(options: TrainOptions) -> Iterator[str]:
-    """Yield problems with server options, and with options that cannot be combined with rollout processes."""
     for name in ("rollout_server_command", "rollout_server_args"):
         try:
             shlex.split(getattr(options, name) or "")

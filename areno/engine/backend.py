@@ -85,7 +85,7 @@ class Backend(Generator, Protocol):
         """
 
     def end_rollout(self) -> None:
-        """Abort unfinished requests. Then free the KV cache, except if ``config.keep_rollout_state`` is true."""
+        """Abort unfinished requests, and free the KV cache unless ``config.keep_rollout_state`` is true."""
 
     def train(
         self,

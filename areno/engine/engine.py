@@ -258,7 +258,7 @@ class Engine(Backend):
     def take_token_records(self) -> dict[int, TokenRecord]:
         """Return what training recorded since the last call of this method: each token's log-prob, and whether it was clipped.
 
-        Each :class:`TokenRecord` belongs to one row. The dictionary's keys are the row numbers (``TrainSequence.observed``).
+        The key of a row's record is ``TrainSequence.observed`` of this row.
         """
         return self.actor.training.records.take() if self.actor.trainable else {}
 

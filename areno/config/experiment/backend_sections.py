@@ -286,7 +286,7 @@ class DistributedDataParallelConfig:
 class FP8EngineConfig:
     """Settings of FP8 training with Transformer Engine, which areno does not support.
 
-    If ``actor.backend`` is megatron, the section ``actor.megatron.fp8_config`` must be null. Other backends ignore it.
+    With the backend megatron, setting this section is an error. With any other backend, the section has no effect.
     """
 
     mode: str = _fp8("e4m3")

@@ -16,7 +16,8 @@ from areno.errors import UsageError
 def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
     """Yield the problems with the backends of all roles.
 
-    If ``allocation_mode`` is set, unsupported backends are reported as one problem with ``allocation_mode``.
+    If ``allocation_mode`` is set, a single problem covers all unsupported backends, because its remedy is a new
+    ``allocation_mode``.
     """
     unsupported: list[tuple[str, str, str, ModelAllocation]] = []
     for role, spec in roles(config).items():
@@ -51,11 +52,7 @@ def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _servers(config: PPOConfig) -> Iterator[str]:
-    """Yield problems with settings of the rollout that do not suit ``rollout.backend``.
-
-    If the backend is an inference server, report settings that servers do not support, and wrong server addresses. Otherwise,
-    report settings that are only for servers.
-    """
+    """Yield problems with settings of the rollout that do not suit ``rollout.backend``."""
     rollout, product = config.rollout, server_of(config)
     if not product:
         for name in changed(rollout, ("api_url", "provider_api_key")):
@@ -120,7 +117,7 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
 
 
 def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[str]:
-    """Yield problems with settings that exclude pipeline parallelism, and with impossible sizes of expert parallelism."""
+    """Yield problems with pipeline parallelism, and with the sizes of expert parallelism."""
     parallel, actor = allocation.parallel, config.actor
     if parallel.pipeline > 1:
         for name in ("use_lora", "init_from_scratch"):
@@ -168,8 +165,8 @@ def unshardable(config: Any) -> Iterator[str]:
 def sharding_requested(actor: TrainEngineConfig) -> bool:
     """Whether the settings request sharded weights for the actor. :func:`unshardable` yields what prevents sharding.
 
-    With the backend megatron, the section ``actor.megatron`` decides. With any other backend, sharding is requested unless
-    the actor uses LoRA or an ``optimizer.type`` other than ``adam``.
+    With the backend megatron, ``use_torch_fsdp2`` or ``use_custom_fsdp`` of ``actor.megatron`` requests sharding. With any
+    other backend, sharding is requested unless the actor uses LoRA or an ``optimizer.type`` other than ``adam``.
     """
     if actor.backend.startswith("megatron"):
         return bool(actor.megatron.shards_weights)
@@ -180,7 +177,8 @@ def shards_weights(config: Any) -> bool:
     """Whether the actor's weights are sharded.
 
     With context or expert parallelism, weights are always sharded. Otherwise ``fsdp.shard_weights`` decides. If
-    ``fsdp.shard_weights`` is null, weights are sharded if :func:`sharding_requested` is true and nothing prevents sharding.
+    ``fsdp.shard_weights`` is null, weights are sharded if :func:`sharding_requested` is true and :func:`unshardable` yields
+    no reason against it.
     """
     actor, parallel = config.actor, ModelAllocation.from_str(config.actor.backend).parallel
     if parallel.context * parallel.expert_ranks > 1:

@@ -124,7 +124,7 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:
-    """Whether some section of the experiment has most of the keys of ``value``."""
+    """Whether ``value`` may be a section with a mistyped name: most of its keys are settings of the same section."""
     kinds = {entry.kind for entry in paths_of(root).values() if entry.is_section}
     return any(2 * len(set(value) & set(settings_of(kind))) > len(value) for kind in kinds)
 
@@ -154,10 +154,6 @@ class _Context:
 
 
 def _with_defaults(values: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
-    """Return a value for each setting of a section.
-
-    An unset setting gets its default or, if it inherits from another setting, ``${path}`` with the path of that setting.
-    """
     entries = settings_of(declaration)
     for key, value in values.items():
         if str(key) not in entries:

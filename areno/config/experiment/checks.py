@@ -244,11 +244,6 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
 
 
 def _sampling(config: PPOConfig) -> Iterator[str]:
-    """Check the settings of sampling.
-
-    Settings that occur in several sections must have equal values: for example, ``actor.temperature`` must be equal to
-    ``gconfig.temperature``. Also yields problems with settings of sampling that have no effect.
-    """
     sampled, rollout, batch = config.gconfig, config.rollout, config.train_dataset.batch_size
     for role in ("actor", "ref", "critic"):
         for name in ("temperature", "max_new_tokens"):
@@ -347,7 +342,6 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
 
 
 def _teacher(config: PPOConfig) -> Iterator[str]:
-    """Check that the teacher's model is usable, and that the teacher's engine settings agree with the rest of the run."""
     if config.teacher is None:
         return
     if config.actor.init_from_scratch and config.teacher.path == config.actor.path:
@@ -374,10 +368,6 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
 
 
 def _refusals(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield messages about unsupported settings.
-
-    If several settings of one section are unsupported for the same reason, one message lists them.
-    """
     refused: dict[tuple[str, str], list[str]] = {}
     for path, entry, value in walk(config):
         if reason := entry.refusal(value):

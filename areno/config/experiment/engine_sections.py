@@ -53,7 +53,7 @@ class FSDPWrapPolicy:
 
 @dataclass
 class FSDPEngineConfig:
-    """Sharding and offloading for every training backend."""
+    """Sharding and offloading. These settings apply to every training backend, not only to fsdp."""
 
     shard_weights: bool | None = setting(
         None,
@@ -258,7 +258,7 @@ class TrainEngineConfig:
 
 @dataclass
 class NamedAlgorithm:
-    """An algorithm that is selected by name and provides the loss."""
+    """Settings that select an algorithm by name."""
 
     algorithm: str = setting(
         "",
@@ -270,7 +270,7 @@ class NamedAlgorithm:
 
 @dataclass
 class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
-    """The policy and its training. The loss is the policy loss of PolicyLossOptions, or the loss of a named algorithm."""
+    """The policy and its training. The loss is areno's policy loss, unless `algorithm` names an algorithm with its own loss."""
 
     ppo_n_minibatches: int = setting(4, "Number of optimizer steps per pass over a batch.", minimum=1)
     ppo_n_epochs: int = setting(
@@ -406,7 +406,7 @@ class PPOCriticConfig(TrainEngineConfig):
 
 @dataclass
 class DPOEngineConfig(NamedAlgorithm, TrainEngineConfig):
-    """The policy or the reference of a `DPOConfig`."""
+    """Settings of the policy, or of the reference, in a `DPOConfig`."""
 
     beta: float = setting(0.1, "Strength of the regularization towards the reference.", above=0)
     loss_type: str = setting(

@@ -152,7 +152,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def built_in_workflow(self) -> str:
-        """Name of the built-in workflow, ``rlvr`` or ``multi_turn``; empty if an agent or the user's workflow runs episodes."""
+        """Name of the built-in workflow, ``rlvr`` or ``multi_turn``; empty if the user's workflow or an agent replaces it."""
         path = self.workflow_section.path
         return "" if self.rollout.agent.agent_cls_path or path not in ("rlvr", "multi_turn") else path
 
@@ -169,7 +169,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @classmethod
     def dependent_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return 0 as the default of ``actor.kl_ctl`` in two cases: ``actor.kl_loss_coef`` is set, or there is no reference."""
+        """Return the default 0 for ``actor.kl_ctl`` if ``ref`` is missing or ``actor.kl_loss_coef`` is set; else return {}."""
         has_ref = any(
             (path == "ref" and value is not None) or path.startswith("ref.") for path, value in values.items()
         )

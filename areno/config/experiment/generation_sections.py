@@ -20,10 +20,8 @@ NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove 
 """Why ``_version`` v2 is rejected."""
 
 of_gateway = partial(setting, no_effect="only read with _version v2, which is not supported")
-"""Declares a setting of gateway services."""
 
 start_timeout = partial(setting, no_effect="setup_timeout limits the total time for starting and loading")
-"""Declares a timeout for starting a process. The setting has no effect, because ``setup_timeout`` also limits this time."""
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and use sampling or greedy decoding"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}

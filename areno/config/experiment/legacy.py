@@ -138,7 +138,7 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
     """Load the configuration from the command line of ``main_async_ppo.py`` or ``main_sync_ppo.py``.
 
     Args:
-        argv: arguments, with or without the program's name; the file of ``--config`` may set keys too.
+        argv: arguments ``key=value``, with or without the program's name. ``--config FILE`` adds the keys in a YAML file.
         asynchronous: True for ``main_async_ppo.py``.
         clock: function that returns the Unix time in seconds, for the default name of the trial.
 

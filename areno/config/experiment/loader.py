@@ -137,8 +137,8 @@ to_structured_cfg = config_from
 def settled(config: Config) -> Config:
     """Return a checked copy of a configuration, such as one that was built in Python.
 
-    A setting counts as set by the user if it was set when the configuration was built, or if its value differs from the
-    default. Raises UsageError if the configuration is invalid.
+    The copy treats a setting as set by the user if ``config.explicit_paths`` contains its path, or if its value differs from
+    the default. Raises UsageError if the configuration is invalid.
     """
     return config_from(_set_values(config, config.explicit_paths), type(config))
 

@@ -27,10 +27,7 @@ CPU_PER_GPU = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of a machine.
-
-    The class cannot detect the GPUs, because ``areno.config`` does not import torch. The caller must pass the resources.
-    """
+    """Resources of a machine. The caller detects them, because ``areno.config`` does not import torch."""
 
     gpus: int = 0  # CUDA devices; 0 runs on the CPU
     cores: int = 1  # usable CPU cores
@@ -40,7 +37,7 @@ class Machine:
 
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
-    """In a checked configuration, replace each ``auto`` and each unset size by a value that suits the machine.
+    """In a checked configuration, set the settings that depend on the machine, such as the dtype ``auto``.
 
     Returns:
         Lines for the log, such as ``actor.dtype = bfloat16 (GPU)``.
@@ -77,8 +74,9 @@ def devices_needed(config: BaseExperimentConfig) -> int:
     """Return the number of devices that rollout and training need together.
 
     By default, each of the two has its own devices, and the result is the sum. If the ``scheduling_strategy`` of one of them
-    has the type ``colocation``, it uses the devices of the other, and the result is the number of these devices. If both have
-    this type, the result is the larger number. Rollout on servers that already run needs no device.
+    has the type ``colocation``, this one uses the devices of the other, and the result is the number of these devices. If both
+    have this type, they share as many devices as the larger of the two needs. Rollout on servers that already run needs no
+    device.
     """
     sizes: dict[str, list[int]] = {"separation": [], "colocation": []}
     for role in ("rollout", "actor"):
@@ -92,8 +90,8 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
     """Return the number of GPUs that ``cluster.n_gpus_per_node`` requests; None means all GPUs.
 
-    The result is None if the setting is null or has the default that AReaL documents. The result is also None with the
-    scheduler of a cluster, so that the experiment may use all GPUs of the cluster.
+    The result is None if the setting is null or has the default that AReaL documents. If ``scheduler.type`` is ray or slurm,
+    the result is always None.
     """
     if config.scheduler.type in CLUSTERS:
         return None
@@ -159,7 +157,6 @@ _FOR_GPUS = ("enable_offload", "offload", "offload_activations", "offload_params
 
 
 def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Yield problems with GPU-only settings on a machine without GPUs, and with CPU-only settings on a machine with GPUs."""
     for path, entry, value in walk(config):
         if entry.name in _FOR_GPUS and value and not machine.gpus:
             yield f"{path} true has no effect on a CPU, because all data is in host memory; remove the setting"
@@ -168,7 +165,6 @@ def _device_mismatch(config: BaseExperimentConfig, machine: Machine) -> Iterator
 
 
 def _idle_offload(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Yield a problem if ``offload_params`` is true on a machine with GPUs, but the actor's weights are not sharded."""
     actor = engine_of(config, "actor")
     if actor is None or not machine.gpus or shards_weights(config):
         return

@@ -49,8 +49,8 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
 def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the untyped configuration ``tree`` in which ``actor`` also contains the presets of ``actor.algorithm``.
 
-    Settings that ``actor`` already contains take precedence over presets. If the algorithm is not a variant of the policy
-    loss (see `is_family`), or if no algorithm is set, ``tree`` is returned unchanged.
+    Settings that ``actor`` already contains take precedence over presets. If no algorithm is set, or if the loss of the
+    algorithm is not a variant of areno's policy loss, ``tree`` is returned unchanged.
 
     Raises UsageError: the algorithm is unknown.
     """
@@ -88,5 +88,5 @@ def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool =
 
 
 def is_family(spec: AlgorithmSpec) -> bool:
-    """Whether an algorithm's loss is a variant of areno's policy loss. The options of a variant are settings of ``actor``."""
+    """Whether an algorithm's loss is a variant of areno's policy loss."""
     return spec.options is not None and issubclass(spec.options, PolicyLossOptions)

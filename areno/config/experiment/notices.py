@@ -45,10 +45,6 @@ def notice(config: BaseExperimentConfig) -> str:
 
 
 def _mapped(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings of the actor's backend that areno's engine applies, if the backend is archon or megatron.
-
-    Each setting is a pair: its path, and a description of what it changes. Settings with default values are omitted.
-    """
     backend, actor = backend_of(config), engine_of(config, "actor")
     if actor is not None and backend in _REPLACED_BACKENDS:
         effects = getattr(actor, backend).mapped(shards_weights(config))
@@ -62,7 +58,7 @@ def backend_of(config: BaseExperimentConfig) -> str:
 
 
 def _join_names(names_by_section: dict[str, dict[str, None]]) -> str:
-    """Join setting names, and group sections that have the same settings."""
+    """Join paths of settings, as in ``type, target of ref.scheduling_strategy and critic.scheduling_strategy``."""
     grouped: dict[tuple[str, ...], list[str]] = {}
     for section, section_names in names_by_section.items():
         grouped.setdefault(tuple(section_names), []).append(section)
@@ -103,10 +99,6 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _optimizers(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield optimizer settings without effect.
-
-    ``optimizer_dtype`` has no effect if ``optimizer.type`` overrides it. Loss-scale settings have no effect without fp16.
-    """
     for role in ("actor", "critic"):
         engine = engine_of(config, role)
         if engine is None or engine.optimizer is None:

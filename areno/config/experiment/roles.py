@@ -29,7 +29,7 @@ def shares_devices(config: PPOConfig) -> bool:
 
 
 def server_of(config: BaseExperimentConfig) -> str:
-    """Return the inference server software, vllm or sglang; empty if there is no server or the backend is malformed."""
+    """Return the software of the inference servers, vllm or sglang; empty if ``rollout.backend`` is another one or invalid."""
     if not isinstance(config, PPOConfig):
         return ""
     try:

@@ -61,7 +61,9 @@ class ValidDatasetConfig(TrainDatasetConfig):
 
 @dataclass
 class FrequencyConfig:
-    """Intervals of an action, such as saving or evaluating. The action runs whenever one of the three intervals has passed."""
+    """Intervals of an action, such as saving or evaluating. The action runs whenever one of the intervals (in epochs, steps or
+    seconds) has passed.
+    """
 
     experiment_name: str = setting(
         "", "Experiment name. Set the top-level setting `experiment_name` instead.", inherits="experiment_name"
@@ -76,13 +78,13 @@ class FrequencyConfig:
 
     @property
     def has_frequency(self) -> bool:
-        """Whether any interval is set."""
+        """Whether ``freq_epochs``, ``freq_steps`` or ``freq_secs`` is set."""
         return (self.freq_epochs, self.freq_steps, self.freq_secs) != (None, None, None)
 
 
 @dataclass
 class SaverConfig(FrequencyConfig):
-    """Saved models in Hugging Face format. The last model is always saved, except in mode off."""
+    """Saved models in Hugging Face format. The last model is always saved, unless `mode` is off."""
 
     mode: str = setting(
         "auto",

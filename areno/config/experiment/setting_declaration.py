@@ -27,8 +27,9 @@ _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 class Setting(Option):
     """A declared field.
 
-    For a section, ``kind`` is the class of the section, and ``default`` is an instance, a list or None. For any other setting,
-    ``kind`` is the type of the value, or of the items if the value is a list.
+    If the field is a section, the inherited ``kind`` is the class of the section, and ``default`` is an instance of this
+    class, a list of instances, or None. For any other field, ``kind`` is the type of the value, or of the items if the value
+    is a list.
     """
 
     shape: Shape
@@ -98,11 +99,10 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 
 
 def _cached(function: _Listing) -> _Listing:
-    """Cache the results of ``function`` with ``functools.cache``.
+    """Cache the results of ``function``.
 
-    Type checkers accept only hashable arguments for a function that ``functools.cache`` returns. They reject the class of a
-    mutable dataclass, because its instances are not hashable. Therefore, ``typing.cast`` gives the result the type of
-    ``function``.
+    The returned function keeps the type of ``function``, because type checkers accept only hashable arguments for a cached
+    function, and wrongly reject a class whose instances are not hashable.
     """
     return typing.cast(_Listing, functools.cache(function))
 
@@ -111,7 +111,7 @@ def _cached(function: _Listing) -> _Listing:
 def settings_of(declaration: type) -> dict[str, Setting]:
     """Return a dict from the names of a section's settings to their declarations, in the order of declaration.
 
-    Raises UsageError: the type of a field is unsupported, or a plain field has no default.
+    Raises UsageError: the type of a field is unsupported, or a field has no default.
     """
     hints = typing.get_type_hints(declaration)
     declared = {}
@@ -150,9 +150,10 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
 
 @_cached
 def paths_of(declaration: type, prefix: str = "") -> dict[str, Setting]:
-    """Return a dict from the dotted paths of a configuration's settings to their declarations, including optional sections.
+    """Return the declaration of each setting and section of a configuration, by dotted path.
 
-    The path of a field in a list of sections contains the index 0, as in ``rollout.scheduling_spec.0.mem``.
+    Optional sections and their settings are included. The path of a field in a list of sections contains the index 0, as in
+    ``rollout.scheduling_spec.0.mem``.
     """
     paths = {}
     for name, entry in settings_of(declaration).items():

@@ -1,7 +1,7 @@
 """Untyped configurations: nested dicts from YAML, and overrides by dotted path.
 
 Overrides use a subset of Hydra's grammar. ``key=value``, ``+key=value`` and ``++key=value`` are equivalent, and set any field.
-``~key`` removes a key of the file. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
+``~key`` removes a key of the YAML file. List items are addressed by index: ``actor.scheduling_spec.0.cpu=4``.
 
 Values are YAML. For a setting of type text, only null, quoted text and values in brackets are read as YAML. Other values of
 such a setting are taken as written, as in ``trial_name=2024_01``.
@@ -157,7 +157,6 @@ def apply_override(tree: Tree, override: Override) -> None:
 
 
 def _key(node: Any, name: str, path: str) -> Any:
-    """Return the key of a dict, or the index of a list, for one component of a path."""
     if isinstance(node, dict):
         return name
     if not name.isdigit() or int(name) >= len(node):

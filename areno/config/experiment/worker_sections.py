@@ -18,10 +18,7 @@ ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""For a setting that is normally ignored: the values of ``scheduler.type`` with which the setting is read.
-
-Each key is the text ``OptionInfo.no_effect`` of such a setting. This text states why the setting is ignored.
-"""
+"""The values of ``scheduler.type`` with which a setting is read, by the setting's ``no_effect`` text (see ``OptionInfo``)."""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)
@@ -178,7 +175,7 @@ def one_spec() -> list[SchedulingSpec]:
 
 
 def worker_problems(specs: list[SchedulingSpec], counts: tuple[int, ...]) -> Problems:
-    """Yield the problems with a role's ``scheduling_spec``. ``counts`` are the supported numbers of entries."""
+    """Yield the problems with a role's ``scheduling_spec``. ``counts`` contains the allowed lengths of ``specs``."""
     if len(specs) not in counts:
         yield "scheduling_spec", f"has {len(specs)} entries; use {' or '.join(map(str, counts))}"
     for spec in specs[1:]:

@@ -36,8 +36,9 @@ def decode_attention(
 
     Args:
         layer: a layer that the kernel supports; see :func:`takes`.
-        q: queries [B, H, D] with contiguous features.
-        keys, values: caches [slots, K, columns, D] and [slots, K, columns, Dv]. The rows of the batch are the first B slots.
+        q: queries [B, H, D] of H heads, with stride 1 in the last dimension.
+        keys, values: caches [slots, K, columns, D] and [slots, K, columns, Dv] of K heads. A slot is a row of the cache. The
+            rows of the batch are the first B slots.
         positions: positions of the new tokens, int64 [B]. The new tokens are already in the cache.
         prefixes: two int64 tensors [B]. For each row, the first tensor contains the index of a row with the same prefix,
             possibly the row's own index. The second tensor contains the length of the prefix in tokens. The kernel reads the

@@ -1,6 +1,6 @@
 """Compile and load the C++ sources of this folder, and cache the compiled libraries on disk.
 
-If a source file cannot be compiled, PyTorch's operators and allocator are used instead of the code in the source file.
+If a source file cannot be compiled, areno uses PyTorch's own implementation instead.
 """
 
 import hashlib
