@@ -1,8 +1,8 @@
 """The policy: a ``transformers`` causal LM, split into a body and a head.
 
 ``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The head is a
-copy of the model in which a module that returns its input replaces the body. To compute logits, the model's own ``forward``
-runs on this copy. The logits are therefore also soft-capped or rescaled if the architecture requires it (Gemma, Granite,
+copy of the model whose body is replaced with a module that returns its input. The logits are computed by the model's own
+``forward`` on this copy. They are therefore also soft-capped or rescaled if the architecture requires it (Gemma, Granite,
 Cohere). Rollout and training use the same body and head. With the same weights, the results of rollout and training differ only
 by rounding errors.
 """
@@ -40,14 +40,12 @@ class _HiddenOnly:
 
 
 class _PassThrough(nn.Module):
-    """Replaces the body of a model, and returns the input embeddings as hidden states."""
-
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _HiddenOnly:
         return _HiddenOnly(inputs_embeds)
 
 
 class CausalLM(PackedModel):
-    """A causal LM with separate calls for body and head."""
+    """A causal LM with separate methods for hidden states (``body``) and logits (``logits``)."""
 
     computes_on: str | None = None  # device type that decides the chunk size of logits; None: the model's
     keeps_logits = False  # on a CPU, keep logits for the backward pass instead of recomputing them

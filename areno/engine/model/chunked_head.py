@@ -22,7 +22,8 @@ CUDA_ELEMENTS, CUDA_ROWS = 128 * 1024 * 1024, 1024
 def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
     """Return the number of rows per chunk. Each row has ``vocab`` logits.
 
-    On a CPU, a chunk has about ``elements`` logits. On a GPU, ``elements`` is ignored.
+    On a CPU, a chunk has about ``elements`` logits. On a GPU, a chunk has about ``CUDA_ELEMENTS`` logits, but at least
+    ``CUDA_ROWS`` rows.
     """
     if device_type == "cuda":
         return max(CUDA_ELEMENTS // vocab, CUDA_ROWS)

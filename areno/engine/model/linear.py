@@ -41,11 +41,6 @@ def use_fast_products(module: nn.Module) -> None:
 
 
 def _gains(weight: Tensor, least: int) -> bool:
-    """Whether :class:`FastLinear` is faster for a weight [O, C].
-
-    If ``least`` is 0, :class:`FastLinear` is always faster. Otherwise :class:`FastLinear` is faster only for weights with at
-    least ``least`` elements and at least 8 times as many outputs as inputs.
-    """
     return least == 0 or (weight.numel() >= least and weight.shape[0] >= _WIDE_OUTPUT * weight.shape[1])
 
 
@@ -58,7 +53,10 @@ def use_row_products(module: nn.Module) -> None:
 
 @functools.cache
 def least_weight() -> int | None:
-    """Return the minimum number of weight elements for which :class:`FastLinear` can be faster; None if it is never faster."""
+    """Return the minimum number of weight elements for which :class:`FastLinear` can be faster than ``nn.Linear``.
+
+    The result is None if :class:`FastLinear` is never faster on this CPU.
+    """
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not both or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
@@ -80,7 +78,7 @@ def _is_intel() -> bool:
 
 @functools.cache
 def _wide() -> bool:
-    """Whether oneDNN is faster than MKL for large products."""
+    """Whether oneDNN uses AVX-512 on this CPU, but MKL does not."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_intel()
 
 

@@ -1,7 +1,8 @@
 """Load a checkpoint as a policy, a critic or a reward model.
 
-Loading validates that areno runs the model correctly; see :mod:`areno.engine.model.load_check`. If the model's context is
-longer than its attention window, the validation is repeated with a narrow window.
+Loading validates that areno runs the model correctly; see :mod:`areno.engine.model.load_check`. If the model has
+attention windows that are shorter than its context, the validation is repeated with windows of 4 tokens, because the test
+sequences may be shorter than the original windows.
 """
 
 import logging
@@ -123,7 +124,6 @@ def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
 
 
 def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
-    """Move the module to its device. If ``path`` is an adapter, merge the adapter into the module."""
     if options.four_bit:  # already on its device
         child: Any
         for child in module.modules():
@@ -316,7 +316,6 @@ def _known_class(kind: Any, config: PretrainedConfig) -> Any:
 
 
 def _sharding_arguments(kind: Any, path: str, options: LoadOptions, config: PretrainedConfig) -> dict[str, Any]:
-    """Return the arguments with which ``transformers`` loads this rank's shards."""
     from areno.engine.parallel.sharding import distributed_config  # slow import (1 s), rarely needed
 
     module = getattr(kind, "_model_mapping", {}).get(type(config), kind)

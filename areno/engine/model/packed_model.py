@@ -1,6 +1,7 @@
 """Base class of policies, critics and reward models.
 
-Each model has a ``transformers`` body that computes the hidden states of packed tokens with an attention plan.
+Each model has a ``transformers`` body, which computes the hidden states of packed tokens. An attention plan determines which of
+the tokens attend to each other.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,10 @@ class Weights:
         """Reshard gathered weights."""
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run a differentiable pass. While the weights are sharded, all ranks must run the same passes in the same order."""
+        """Run the differentiable pass ``work``.
+
+        While the weights are sharded, all ranks must run the same passes in the same order.
+        """
         return work()
 
 
@@ -91,7 +95,10 @@ class PackedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Keep all weights gathered within the ``with`` block, which all ranks must enter."""
+        """Gather the weights that FSDP shards, and keep them gathered within the ``with`` block.
+
+        All ranks must enter the block.
+        """
         before = self.weights.whole
         self.weights.gather()
         try:

@@ -24,10 +24,7 @@ MAX_PADDED_SHARE = 1.2
 
 
 class _Scatter(torch.autograd.Function):
-    """Return a tensor [cells, ...] of zeros in which row ``index[i]`` is replaced by row i of x.
-
-    The indices are distinct, so the backward pass is a gather.
-    """
+    """Copy row i of x to row ``index[i]`` of a tensor of zeros. The indices are distinct, so the backward pass is a gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, cells: int) -> Tensor:
@@ -145,9 +142,10 @@ class PackedPlan:
 
     @functools.cached_property
     def _contexts(self) -> tuple[Tensor, Tensor, int]:
-        """Packed positions of all contexts' tokens, starts of the contexts (int32 [N + 1]), and length of the longest context.
+        """The concatenated contexts of all N sequences: packed positions of their tokens, boundaries, and maximum length.
 
-        The context of a sequence is the sequence itself, preceded by the prefix that it shares with other sequences.
+        The context of a sequence is its prefix, followed by the sequence itself. The boundaries (int32 [N + 1]) are the start
+        of each context in the concatenation, followed by the total length.
         """
         seen = [[*prefix, *range(*own)] for prefix, own in zip(self._prefixes, pairwise(self.starts), strict=True)]
         starts = torch.tensor([0, *accumulate(map(len, seen))], dtype=torch.int32)
@@ -194,7 +192,7 @@ class PackedPlan:
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """Run a recurrent layer over packed hidden states [T, C], and return its packed outputs.
 
-        ``forward`` computes the layer. It is called with padded batches [B, L, C], in which each of the B rows is one sequence.
+        ``forward`` computes the layer. This method calls ``forward`` with padded batches [B, L, C] of B sequences.
         """
         return self.join([group.unpad(forward(group.pad(hidden))) for group in self.groups])
 

@@ -36,7 +36,7 @@ class SlotStates:
         self._conv_rows: Tensor | None = None
 
     def at(self, module: Any, rows: Tensor) -> SlotStates:
-        """Select the slots ``rows``, which the next call of ``module`` reads and updates."""
+        """Select the cache slots with the indices ``rows``. The next call of ``module`` reads and updates their states."""
         layer = module.layer_idx
         if layer not in self._conv:
             weight = module.conv1d.weight

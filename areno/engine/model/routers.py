@@ -26,7 +26,7 @@ AllGather = Callable[[Any], list[Any]]
 
 
 def follow_routers(model: PackedModel, name: str, all_gather: AllGather) -> None:
-    """Let the :class:`~areno.engine.model.routing.Routing` of a forward pass record or replace the experts that routers choose.
+    """Enable recording and replay of a model's expert choices; see :mod:`areno.engine.model.routing`.
 
     All ranks must call this function. Raises UsageError: the model has no routers. Raises UnsupportedModelError: the choices of
     the routers cannot be recorded.
@@ -67,7 +67,6 @@ def _no_routers(name: str) -> str:
 
 
 def _mixtures(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module of each MoE layer."""
     for name, child in module.named_modules():
         if any(_is_experts(part) for part in child.children()):
             yield name, child
@@ -98,8 +97,8 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
 class _Probe(ChoiceRecorder):
     """Finds the ``topk`` call with which an MoE layer selects experts.
 
-    During a forward pass of the layer, the probe records the results of all ``topk`` calls, and the expert indices that the
-    module with the experts receives. The call whose result equals these indices selects the experts.
+    The layer passes the ids of the selected experts to its child module of a class ``*Experts``. The probe looks for the
+    ``topk`` call that returned the same ids.
     """
 
     def __init__(self, name: str) -> None:
@@ -113,7 +112,7 @@ class _Probe(ChoiceRecorder):
         self._indices = indices[0] if indices else self._indices  # shared experts get no indices
 
     def shape(self) -> tuple[int, int]:
-        """Return the number of experts and the number of experts per token, from the ``topk`` call that selects the experts."""
+        """Return the number of experts and the number of experts per token."""
         calls = [call for call in self.calls if self._indices is None or _same(call[1], self._indices)]
         if not calls or (self._indices is None and len(self.calls) > 1):
             raise UnsupportedModelError(
@@ -130,10 +129,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 @torch.no_grad()
 def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> set[tuple[int, int]]:
-    """Return the distinct pairs (number of experts, number of experts per token) of the MoE layers.
-
-    The function runs a forward pass over a few tokens to find the pairs.
-    """
+    """Return the distinct pairs (number of experts, number of experts per token) of the MoE layers."""
     probes = [_Probe(name) for _ in mixtures]
     with ExitStack() as held:
         held.enter_context(model.gathered())
@@ -145,10 +141,6 @@ def _shapes(model: PackedModel, mixtures: dict[str, nn.Module], name: str) -> se
 
 
 def _probe_tokens(model: PackedModel) -> Tensor:
-    """Return the input of a forward pass over a few tokens.
-
-    The input is token ids. For pipeline stages after the first, the input is random hidden states.
-    """
     if model.stage is None or model.stage.first:
         return torch.arange(_PROBE_TOKENS, device=model.device) % model.vocab_size
     width = int(model.config.get_text_config().hidden_size)

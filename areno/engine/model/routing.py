@@ -56,7 +56,7 @@ class Routers:
 
     @property
     def bytes_per_token(self) -> int:
-        """Size in bytes of the recorded choices of one token."""
+        """Size in bytes of one token's recorded expert ids in all MoE layers."""
         return self.mixtures * self.each * self.kind.itemsize
 
 
@@ -89,8 +89,8 @@ def current_routing() -> Routing | None:
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return two context managers for activation checkpointing: one for the forward pass, and one for its recomputation.
 
-    The recomputation may run in another thread, while the forward pass of other rows is running. The second context manager
-    therefore sets the routing for the recomputation.
+    The second context manager sets the :class:`Routing` of the forward pass again, because the recomputation may run in another
+    thread, while the forward pass of other rows is running.
     """
     routing = current_routing()
     return nullcontext(), Routed(None if routing is None else routing.again())
@@ -115,7 +115,7 @@ class _TopkMode(TorchFunctionMode, ABC):
 
     @abstractmethod
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the indices [T, K] to use, given the scores [T, experts] and the ``chosen`` indices [T, K]."""
+        """Return the indices [T, K] that replace ``chosen`` [T, K], the result of ``topk`` for the scores [T, experts]."""
 
 
 class Choosing(_TopkMode):
@@ -126,10 +126,9 @@ class Choosing(_TopkMode):
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the indices to use instead of ``chosen``, the result of one ``topk`` call in the MoE layer.
+        """Return the expert ids [T, K] that the :class:`Routing` returns for the router's choice ``chosen`` [T, K].
 
-        If the call selects experts, pass ``chosen`` to the :class:`Routing`, and return its expert ids [T, K]. If the call does
-        not select experts, but for example groups of experts, return ``chosen``.
+        If the ``topk`` call does not select experts, but for example groups of experts, return ``chosen``.
         """
         if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
             return chosen
@@ -139,7 +138,7 @@ class Choosing(_TopkMode):
 class ChoiceRecorder(_TopkMode):
     """Records the choices of all routers in a forward pass.
 
-    ``calls`` lists the number of experts and the choices of each ``topk`` call, in order.
+    ``calls`` has one pair for each ``topk`` call, in order: the number of scores per token, and the chosen indices [T, K].
 
     Because of rounding, two forward passes over the same tokens can choose different experts. :class:`ChoiceReplay` repeats the
     choices of the first pass in the second pass, so that the passes can be compared.
@@ -156,11 +155,11 @@ class ChoiceRecorder(_TopkMode):
 
 
 class ChoiceReplay(_TopkMode):
-    """Repeats a recorded choice if it differs from the router's own choice only because of rounding.
+    """Replaces a router's choice of experts with a recorded choice if the two choices differ only because of rounding.
 
     Args:
-        recorded: the recordings to repeat. Their tokens are concatenated in the given order. If the ``topk``
-            calls of the recordings differ in their shapes, no choice is repeated.
+        recorded: the recordings to repeat. Their tokens are concatenated in the given order. If the recordings differ from
+            each other in the number or the shapes of their ``topk`` calls, no choice is replaced.
         first: index of the recorded token that corresponds to the first token of the forward pass. Tokens after the last
             recorded token keep the router's choices.
         tolerance: maximum difference between the scores of the recorded experts and of the router's own experts, relative to
@@ -177,8 +176,7 @@ class ChoiceReplay(_TopkMode):
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the experts [T, K] that the tokens use: those of the next recorded ``topk`` call, or those in ``chosen``.
 
-        For each token, the scores of both sets of experts are compared. If the scores differ only by rounding errors, the token
-        uses the recorded experts. A larger difference has another cause, so the token uses the experts in ``chosen``.
+        A token uses the recorded experts if the scores of both sets of experts differ by at most the tolerance.
         """
         width, recorded = next(self._calls, (0, chosen))
         if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):
@@ -210,7 +208,7 @@ class Recording:
 
 
 class RoutingCount:
-    """Counts the replayed choices, and those replayed choices that differ from the router's own choice.
+    """Counts how many expert choices are replayed, and how many of these choices differ from the router's own choice.
 
     A choice is the set of experts of one token in one MoE layer.
     """
@@ -234,9 +232,10 @@ class Replay:
     """Replays recorded choices. For tokens whose experts were not recorded, the router chooses the experts.
 
     Args:
-        recorded: expert ids [T, MoE layers, K] of a pass; invalid ids mark a token whose experts were not recorded.
+        recorded: ids of the K experts of each of T tokens in each MoE layer: [T, MoE layers, K]. Invalid ids mark a token
+            whose experts were not recorded.
         routers: the routers of the model.
-        count: counter of the replayed choices, or None.
+        count: counter to which the replayed choices are added; None: they are not counted.
     """
 
     def __init__(self, recorded: Tensor, routers: Routers, count: RoutingCount | None = None) -> None:
@@ -253,7 +252,7 @@ class Replay:
     def again(self) -> Routing:
         """Return a replay of the same choices, for recomputing the forward pass.
 
-        The returned replay has no counter, because the first forward pass has already counted the replayed choices.
+        The returned replay has no ``count``, because the first forward pass has already counted the replayed choices.
         """
         return Replay(self.recorded, self.routers)
 

@@ -56,7 +56,7 @@ class ShardedAdapter(Adapter):
         return functools.partial(base._parameters.__setitem__, "weight", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """Return this rank's shard of an adapted layer's weight plus its LoRA update; see :meth:`Adapter.sum_of`."""
+        """See :meth:`Adapter.sum_of`; the result is this rank's shard of the sum."""
         first, second = local(layer.lora_A[NAME].weight), local(layer.lora_B[NAME].weight)
         return local(layer.get_base_layer().weight) + second @ first * layer.scaling[NAME]
 
@@ -106,7 +106,6 @@ def refuse_other_layers(module: Any, layers: list[Any]) -> None:
 
 
 def _sharded_layers(module: Any, layers: list[Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the name, the layer and the tensor-parallel style of each sharded layer."""
     names = {id(layer): name for name, layer in module.named_modules()}
     for layer in layers:
         name = names[id(layer)]
@@ -129,7 +128,7 @@ def _refuse_other_layer(name: str, layer: Any, style: str) -> None:
 
 
 def _shard_adapter(layer: Any, style: str) -> nn.Parameter:
-    """Shard the adapter in the same way as its layer, and return the matrix that stays replicated."""
+    """Shard the adapter of ``layer`` like the layer. Return the adapter's matrix (A or B) that stays replicated."""
     base = layer.get_base_layer()
     mesh, in_columns = base.weight.device_mesh, style in _COLUMNS
     first, second = layer.lora_A[NAME], layer.lora_B[NAME]

@@ -159,7 +159,10 @@ def keep_stage(module: Any, layers: StageLayers) -> None:
 
 @torch.no_grad()
 def refuse_changed_input(module: Any, layers: StageLayers, name: str, plan: Any) -> None:
-    """Raise UnsupportedModelError if a body changes its input before its first layer: every stage would repeat this change."""
+    """Raise UnsupportedModelError if the body of ``module`` changes its input before the first layer.
+
+    Every pipeline stage would repeat this change.
+    """
     body = layers.body_of(getattr(module, module.base_model_prefix), None)
     width = int(module.config.get_text_config().hidden_size)
     like = next(module.parameters())

@@ -3,8 +3,8 @@
 The backward pass needs one buffer as large as the logits; with autograd, the backward pass would need five such buffers.
 
 If the vocabulary is sharded across ranks, each rank has a slice of every row's logits. For every row, each rank sends three
-numbers to the other ranks: the log-sum-exp of the slice, the target's logit, and the mean logit for the entropy. The gradient
-of a slice needs no further communication.
+numbers to the other ranks: the log-sum-exp of the slice, the target's logit, and, for the entropy, the mean of the slice's
+logits, weighted by their probabilities. The gradient of a slice needs no further communication.
 """
 
 from dataclasses import dataclass
@@ -75,9 +75,6 @@ class _TokenLogprobs(torch.autograd.Function):
     """Computes the log-softmax at one index per row, from this rank's slice of each row.
 
     Every rank must call this function with its own slice, and all ranks get the same results.
-
-    If ``entropy`` is true, the forward pass also computes entropies. For this purpose, it computes the probabilities of the
-    slice, and saves them for the backward pass. Otherwise, it saves the logits divided by the temperatures.
     """
 
     @staticmethod

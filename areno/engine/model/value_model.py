@@ -68,7 +68,6 @@ def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
 
 
 def _weight_files(path: str) -> list[Path]:
-    """Return the safetensors files of a checkpoint; if there are none, return its PyTorch files."""
     folder = Path(path).expanduser()
     is_local = folder.is_dir()
     # On the hub, other safetensors files are copies in other formats, such as Mistral's consolidated.safetensors.
@@ -109,7 +108,7 @@ def install_head(module: Any, head: tuple[Tensor, Tensor | None] | None) -> None
 
 
 def _as_rows(weight: Tensor, path: str) -> Tensor:
-    """Reshape the weight of a head from [outputs, C], [C, 1] or [C] to [outputs, C]."""
+    """Reshape a head's weight to [outputs, C], for hidden size C. A head with one output may be stored as [C] or [C, 1]."""
     if weight.ndim == 1:
         return weight[None]
     if weight.ndim != 2:

@@ -2,9 +2,9 @@
 
 Training and prefill use these kernels, which need no padding. The kernels do not support some cases, such as sinks, fp32, head
 sizes above 256 and old GPUs. In these cases, attention uses :func:`~areno.engine.model.attention.scaled_dot_product`, and the
-reason is logged once as a warning. To find out what a kernel supports, areno inspects the arguments of the kernel's function,
-not the version number of its package. Before a kernel is used, its forward and backward results are compared with PyTorch's
-attention.
+reason is logged once as a warning. To find out what a kernel supports, areno inspects the parameter names of the kernel's
+function, not the version number of its package. Before a kernel is used, its forward and backward results are compared with
+PyTorch's attention.
 """
 
 import functools
@@ -29,7 +29,7 @@ _TOLERANCE = 5e-2
 
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """A variable-length attention function, and the names of its arguments."""
+    """A variable-length attention function, and how to call it."""
 
     name: str
     call: Callable[..., Any]
@@ -48,9 +48,10 @@ class VarlenKernel:
         longest: tuple[int, int],
         layer: LayerAttention,
     ) -> Tensor:
-        """Compute causal attention from packed queries [Tq, H, D] to packed keys [Tk, K, D] and values.
+        """Return the causal attention outputs of N packed sequences.
 
-        The last query of each sequence is at the position of the sequence's last key. ``starts`` and ``longest`` are pairs: the
+        There are Tq queries with H heads (``q`` [Tq, H, D]), and Tk keys and values with K heads (``k``, ``v`` [Tk, K, D]). The
+        last query of each sequence is at the position of the sequence's last key. ``starts`` and ``longest`` are pairs: the
         first element is for queries, and the second is for keys. An element of ``starts`` holds the start of each sequence and
         the total length (int32 [N + 1]). An element of ``longest`` is the maximum length of a sequence.
         """

@@ -62,7 +62,7 @@ class Channel:
         return values
 
     def all_gather_tensor(self, part: Tensor) -> Tensor:
-        """Return the concatenation [size * n] of the shards ``part`` [n] of all ``size`` ranks."""
+        """Concatenate the shards ``part`` [n] of all ranks, in rank order. Return the result [size * n]."""
         return part
 
     def all_to_all(self, parts: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class RankGroup(Channel):
         return part
 
     def all_gather_tensor(self, part: Tensor) -> Tensor:
-        """Return the concatenation [size * n] of the shards ``part`` [n] of all ``size`` ranks."""
+        """Concatenate the shards ``part`` [n] of all ranks, in rank order. Return the result [size * n]."""
         self.traffic["all_gather_tensor"] += part.nbytes * (self.size - 1)
         gathered = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
         self._group._allgather_base(gathered, part).wait()  # type: ignore[attr-defined]
@@ -257,8 +257,8 @@ class SharedGroup(RankGroup):
 class SharedReduceBuffer:
     """Buffers for reduce-scatters in shared memory.
 
-    Each of the ``size`` ranks has one fp32 buffer [size * n]. A reduce-scatter sums the buffers, and gives each rank a shard of
-    n sums.
+    Each rank has one fp32 buffer. A reduce-scatter sums the buffers of all ranks, and gives each rank an equal shard of the
+    sums.
 
     Attributes:
         values: this rank's buffer, initially 0. The rank writes to no other buffer.

@@ -10,8 +10,9 @@ keys, values or outputs.
 In grouped-query attention, key heads are repeated if c does not divide the number of key heads. If c does not divide the number
 of query heads, heads of zeros are added. Using more ranks than heads wastes compute.
 
-All ranks compute the same loss from the predictions of all ranks. In the backward pass, each rank computes only the part of a
-weight's gradient that belongs to its own tokens. The weight's gradient is the sum of these parts over the ranks.
+The ranks exchange the predictions for their tokens, so all ranks compute the same loss. In the backward pass, each rank
+computes only the part of a weight's gradient that belongs to its own tokens. The weight's gradient is the sum of these parts
+over the ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from areno.engine.parallel.channels import Channel
 class _Exchange(torch.autograd.Function):
     """Exchange values among the ranks, so that each rank gets all tokens of some heads instead of some tokens of all heads.
 
-    With ``size`` ranks, the shape changes from [n, size * h, D] to [size * n, h, D]. If ``to_heads`` is False, the exchange is
-    reversed.
+    With ``size`` ranks, n tokens per rank and H heads of size D, the shape changes from [n, H, D] to [size * n, H / size, D].
+    If ``to_heads`` is False, the exchange is reversed.
     """
 
     @staticmethod
@@ -64,10 +65,9 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum x over the ranks.
+    """Sum x over the ranks. The gradient of x is the gradient of the sum.
 
-    All ranks compute the same loss from the sum. In the backward pass, the gradient of the loss with respect to x therefore
-    equals the gradient with respect to the sum, and the ranks do not communicate.
+    All ranks compute the same loss from the sum, so the backward pass needs no communication.
     """
 
     @staticmethod
@@ -94,7 +94,8 @@ def _to_tokens(x: Tensor, channel: Channel) -> Tensor:
 class ContextPlan:
     """Determines which tokens this rank's tokens attend to.
 
-    The tokens may end with padding. ``whole`` is the attention plan for the tokens of all ranks.
+    ``whole`` is the attention plan for the tokens of all ranks. If the ranks cannot divide these tokens evenly, padding follows
+    the last token.
     """
 
     def __init__(self, whole: PackedPlan, channel: Channel) -> None:
@@ -107,7 +108,10 @@ class ContextPlan:
         self.routing: Routing | None = own
 
     def own(self, values: Tensor) -> Tensor:
-        """Return this rank's slice [n, ...] of values [T, ...], zero-padded after the last token."""
+        """Return the values [n, ...] of this rank's n tokens, given the ``values`` [T, ...] of all T tokens.
+
+        The values of padding tokens are zeros.
+        """
         part = values[self.first : self.first + self.count]
         missing = self.count - len(part)
         return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part

@@ -3,8 +3,8 @@ arXiv:2006.16668).
 
 The ranks of a group divide the experts of each MoE layer evenly: with E experts and e ranks, each rank holds E / e experts. In
 each layer, one all-to-all sends every token to the ranks with its experts. A second all-to-all returns the experts' outputs.
-The module's own ``forward`` computes the experts, so this code is independent of the architecture. No token is dropped, even if
-the routing is unbalanced.
+Each rank computes its experts with the ``forward`` of the model's experts module, so this code is independent of the
+architecture. No token is dropped, even if the routing is unbalanced.
 
 All ranks of a group must make the same number of passes, except during generation. Before generation begins, every rank gathers
 the weights of all experts. Until these gathered weights are freed, no tokens are sent.

@@ -38,8 +38,8 @@ class FullyShardedWeights(Weights):
     """A model's weights, sharded across the default process group. This rank must have joined the group.
 
     Args:
-        module: the model to shard. After construction, the module holds this rank's shards. Shards of ``trained`` weights
-        are fp32.
+        module: the model to shard. After construction, the module holds this rank's shards.
+        trained: whether the model is trained. Shards of trained weights are fp32.
         reduces: dtype in which gradients are reduced.
     """
 
@@ -146,24 +146,19 @@ def shard_over_replicas(
 
 
 def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the device mesh across which FSDP shards each tensor.
-
-    With tensor parallelism, this is the axis ``fsdp`` of the model's device mesh.
-    """
     if layout.tp_size == 1:
         return init_device_mesh(device.type, (layout.shards,), mesh_dim_names=("fsdp",))
     return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]
 
 
 def _receive(part: nn.Module, peers: RankContext, known: set[int]) -> None:
-    """Receive a module's parameters from the rank that has read them. Parameters with ids in ``known`` are skipped."""
     for parameter in part.parameters():
         if id(parameter) not in known:
             peers.broadcast_from_reader(parameter.detach())
 
 
 def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """Return the modules that FSDP shards as units: instances of the classes ``names``, by default the decoder layers."""
+    """Return the modules that FSDP shards as units: those with a class name in ``names``, by default the decoder layers."""
     if not names:
         return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
     blocks = [child for child in module.modules() if type(child).__name__ in names and child is not module]
@@ -179,7 +174,6 @@ def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
 
 
 def _to_fp32(part: nn.Module, but: set[int]) -> None:
-    """Convert trained parameters to fp32. Frozen parameters and parameters with ids in ``but`` keep their dtype."""
     for parameter in part.parameters():
         if parameter.is_floating_point() and parameter.requires_grad and id(parameter) not in but:
             parameter.data = parameter.data.float()

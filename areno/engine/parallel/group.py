@@ -53,7 +53,8 @@ class EngineGroup(Backend):
         path: checkpoint folder or hub id of the actor.
         config: configuration of the engine; ``device`` is the device of rank 0.
         layout: how the ranks divide the model.
-        devices: one device per rank. If None, all ranks use the CPU, or consecutive GPUs starting at ``config.device``.
+        devices: one device per rank. If None, the ranks use consecutive GPUs starting at ``config.device``. If
+            ``config.device`` is the CPU, all ranks use the CPU.
         stall_s, processes, on_failure: see :class:`WorkerGroup` and :class:`Processes`.
 
     Raises:
@@ -160,10 +161,9 @@ class EngineGroup(Backend):
         return [pending.future for pending in opened.values()]
 
     def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
-        """Send each request to the leader (first rank) of the replica to which the request is assigned.
+        """Send each request to the leader (first rank) of its replica.
 
-        Return one future for each leader that received requests. The key of a future is the tuple of the numbers of these
-        requests.
+        Return one future per leader, keyed by the numbers of the requests that were sent to this leader.
         """
         asked = {}
         for replica, leader in enumerate(self.layout.leaders()):
@@ -175,7 +175,6 @@ class EngineGroup(Backend):
         return asked
 
     def _assign(self, requests: Sequence[Request]) -> dict[int, _Pending]:
-        """Give each request a number, and assign each request to the least loaded replica."""
         opened: dict[int, _Pending] = {}
         with self._lock:
             tokens = [0] * self.layout.dp_size
@@ -192,7 +191,7 @@ class EngineGroup(Backend):
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks, and return the results in rank order.
 
-        With FSDP, the method may release gathered weights. Therefore, the next rollout gathers the weights again.
+        With FSDP, the called method may release the gathered weights, so the next rollout always gathers the weights again.
         """
         with self._order:
             self._gathered = not self.layout.fsdp
@@ -226,7 +225,6 @@ class EngineGroup(Backend):
             return self._pending.pop(number, None)
 
     def _refused(self, numbers: Sequence[int], asked: Future[Any]) -> None:
-        """If a rank has rejected the requests, set the rank's error in the futures of the requests."""
         error = asked.exception()
         for number in numbers if error is not None else ():
             if (pending := self._take(number)) is not None:
@@ -267,7 +265,7 @@ class EngineGroup(Backend):
         self.workers.call("engine.enable_prefix_cache", enabled)
 
     def end_rollout(self) -> None:
-        """Abort pending requests. Then free each rank's KV cache, except if ``config.keep_rollout_state`` is true."""
+        """See :meth:`Backend.end_rollout`."""
         self.workers.call("engine.loop.cancel_all", ranks=self.layout.leaders())
         self._all("end_rollout")
 
@@ -344,7 +342,7 @@ class EngineGroup(Backend):
         self._all("engine.save_model", Path(folder), role)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write the training state. A run with any layout can resume from this state."""
+        """Write the training state, from which a run with any layout can resume."""
         self._all("engine.save_state", checkpoint)
 
     def load_state(self, checkpoint: Path) -> None:

@@ -25,7 +25,7 @@ from areno.types import Request
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """The message that the leader broadcasts before each iteration (turn) of the rollout loops.
+    """The message that the leader broadcasts before each turn; see the module docstring.
 
     Attributes:
         arrived: new requests, as pairs (number, request).
@@ -169,7 +169,7 @@ class FollowingLoop(LockstepLoop):
             self._idle -= 1
 
     def set_limits(self, *, prefix_tokens: int | None = None, max_running: int | None = None) -> None:
-        """Do nothing, because the leader's next message contains the new limits."""
+        """Do nothing: this rank gets its limits from the leader's messages."""
 
     def close(self) -> None:
         """Wait until this rollout loop has ended. Then free the KV cache.
