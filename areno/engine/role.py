@@ -149,8 +149,8 @@ class Role:
     def save_model(self, folder: str | Path, tokenizer: Any, weights: dict[str, torch.Tensor] | None = None) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format.
 
-        If the model has an adapter, only the adapter's weights and configuration are written. ``weights`` replace the model's
-        current weights in the written files; see :meth:`stage_model`.
+        If the model has an adapter, only the adapter's weights and configuration are written. If ``weights`` is given, these
+        weights are written instead of the model's current weights; see :meth:`stage_model`.
         """
         if self.model.adapter is not None:
             if self.peers.replica == 0 or self.peers.layout.fsdp:

@@ -16,8 +16,8 @@ class Start:
     """The first message to a worker.
 
     Attributes:
-        make: creates the object whose methods the worker runs (see :class:`Call`). The argument of ``make`` is a function that
-            sends the payload of an :class:`Event`.
+        make: creates the object whose methods the worker runs (see :class:`Call`). Its argument is a function that sends a
+            value to the starting process, as the payload of an :class:`Event`.
         sharing: number of processes that share the CPU cores and adapt their thread counts to the load. If 0, the thread
             count is fixed.
     """
@@ -31,10 +31,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of ``method``, the dotted name of a method of the worker's object.
+    """A request to call a method of the object that :attr:`Start.make` created in the worker.
 
-    If ``now`` is set, the thread that reads messages runs the call at once. Otherwise, the call waits until earlier calls have
-    ended.
+    ``method`` is the dotted name of the method, relative to this object. If ``now`` is set, the thread that reads messages
+    runs the call at once. Otherwise, the call waits until earlier calls have ended.
     """
 
     number: int

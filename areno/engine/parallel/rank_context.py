@@ -89,12 +89,15 @@ class RankContext:
 
     @property
     def reader(self) -> int:
-        """Index of the part of the rows that this rank scores. The ranks of the data and context axes divide the rows."""
+        """Index of this rank's part when the ranks of the data and context axes divide the rows of a scoring batch."""
         return self.replica * self.layout.cp_size + self.context.rank
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads weights from disk. With ``reads_once`` and FSDP, only each stage's first rank reads."""
+        """Whether this rank reads weights from disk.
+
+        With FSDP and ``layout.reads_once``, only the first rank of each pipeline stage reads weights.
+        """
         return not (self.layout.fsdp and self.layout.reads_once) or self.heads
 
     def broadcast_from_reader(self, values: Tensor) -> None:

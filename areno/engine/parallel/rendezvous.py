@@ -23,7 +23,7 @@ _PORT_TTL_S, _MEET_S = 60.0, 120.0
 
 
 class Rendezvous(Protocol):
-    """Connects the ranks of a group; picklable. The methods take the group's ``name``, which must not be reused."""
+    """Connects the ranks of a group; picklable. ``name`` identifies the group, so each group needs a different name."""
 
     def store(self, name: str, rank: int, size: int, patience: timedelta) -> dist.Store:
         """Return the store through which the ranks of a group exchange addresses."""
@@ -42,7 +42,10 @@ class Rendezvous(Protocol):
 
 
 def own_address() -> str:
-    """Return the address at which other machines reach this process; without a cluster launcher, the loopback address."""
+    """Return the address at which the other processes of a run reach this process.
+
+    Without a cluster launcher, all processes are on one machine, and the address is the loopback address.
+    """
     return os.environ.get(NODE_ADDRESS, LOOPBACK)
 
 

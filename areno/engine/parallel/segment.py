@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 ANONYMOUS = hasattr(os, "memfd_create")
-"""Whether segments are anonymous files, which are not on disk."""
+"""Whether a :class:`Segment` is an anonymous file (memfd). Otherwise, it is a file on disk."""
 
 
 class Segment:
@@ -28,7 +28,7 @@ class Segment:
         os.ftruncate(self._file, size)
 
     def close(self) -> None:
-        """Close the segment in this process. Existing mappings stay valid."""
+        """Close the segment's file. Afterwards, no process can map the segment, but existing mappings stay valid."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -37,7 +37,9 @@ class Segment:
 
 
 def map_segment(path: str, size: int, *, writable: bool) -> mmap.mmap:
-    """Map a segment. The mapping lasts as long as tensors use it. Without ``writable``, changes stay private to this process.
+    """Map a segment. The mapping lasts as long as tensors use it.
+
+    Without ``writable``, the mapping is copy-on-write, so writes do not change the segment.
 
     Raises OSError if the segment cannot be opened. Raises ValueError if the segment is smaller than ``size``.
     """

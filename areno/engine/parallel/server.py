@@ -138,5 +138,5 @@ class EngineServer:
         return list(zip(mine, scores, strict=True)) if self.peers.decides and self.peers.predicts else []
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function with this rank's engine."""
+        """Call ``function`` with this rank's engine as the first argument."""
         return function(self.engine, *arguments)

@@ -53,7 +53,8 @@ def distributed_config(
         option: name of the option that sets the checkpoint ``path``, for error messages.
 
     Raises:
-        UnsupportedModelError: the architecture has no plan, the ranks cannot divide its heads, or ``transformers`` is too old.
+        UnsupportedModelError: the architecture has no tensor-parallel plan, the ranks cannot divide the model's attention
+            heads, or ``transformers`` is too old.
     """
     text: Any = config.get_text_config()
     tp_size = layout.tp_size

@@ -41,8 +41,6 @@ _DIAL_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """The group's data about one worker."""
-
     rank: int
     process: RunningTask
     frames: Frames
@@ -356,7 +354,6 @@ class WorkerGroup:
                 )
 
     def _write_stacks(self) -> None:
-        """Make all ranks write their threads' stacks before the ranks are killed."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.process.send_signal(signal.SIGUSR1)
@@ -440,7 +437,6 @@ def _stopped(method: str) -> EngineError:
 
 
 def _last(rank: _Rank) -> str:
-    """Return a rank's last known operation."""
     return next((method for method, _ in rank.waiting.values()), "") or rank.doing or "work between calls"
 
 

@@ -79,7 +79,7 @@ def halves(value: int, least: int) -> Iterator[int]:
 
 
 def largest_remedy(plan: MemoryPlan) -> str:
-    """Return advice for a run that does not fit with any of the tried option changes."""
+    """Return advice for a run that does not fit into memory even with the changes that :func:`advise` tries."""
     weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
     if weights * plan.sharing > plan.available:
         return "The weights alone exceed the free memory; use a smaller model, or a machine with more memory."

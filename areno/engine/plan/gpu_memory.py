@@ -33,7 +33,7 @@ _ROW, _MIN_TOKENS, _GIB = 1024, 1024, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The memory that a run needs in addition to the loaded models, in bytes by purpose."""
+    """The number of bytes that a run needs for each purpose, in addition to the loaded models."""
 
     moments: int = 0  # optimizer states, created in the first step
     recomputed: int = 0  # gradients and activations of the largest pass, with activation recomputation
@@ -54,8 +54,8 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
     """Divide the free memory between training and the KV cache. ``free`` is the number of free bytes after loading the models.
 
     ``keeps_cache`` says whether the KV cache stays allocated during training. ``recompute`` says whether training recomputes
-    activations. If ``recompute`` is None, the function decides: it chooses recomputation if gradients and all activations
-    together need more than the share ``KEPT_SHARE`` of the memory that remains after the optimizer moments are allocated.
+    activations. With None, training recomputes activations if ``need.kept`` exceeds the fraction ``KEPT_SHARE`` of the memory
+    that is free after the optimizer moments are allocated.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -68,8 +68,9 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
 def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_token: int) -> int:
     """Return the size of the KV cache in tokens, which is the same on all ranks. The models must already be loaded.
 
-    On a GPU that no other process shares, the function also sets whether each role recomputes activations. If the configuration
-    sets ``activation_checkpointing`` or ``offload_activations``, that setting decides. Otherwise, the free memory decides.
+    On a GPU that no other process shares, the function also sets whether each role recomputes activations. With
+    ``offload_activations``, roles always recompute activations. Otherwise, ``activation_checkpointing`` decides. If this is
+    None, the free memory decides.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:

@@ -1,7 +1,7 @@
 """Estimate the memory of each rank in a training layout, and the bytes that each rank sends per optimizer step.
 
-The estimates are computed with formulas from a model's sizes. ``docs/layouts.md`` explains the formulas. ``areno plan --fit``
-uses the estimates. They also cover FSDP, which :mod:`areno.engine.plan.memory_plan` does not support.
+The estimates are computed from a model's parameter counts and dimensions. ``docs/layouts.md`` explains the formulas.
+``areno plan --fit`` uses the estimates. They also cover FSDP, which :mod:`areno.engine.plan.memory_plan` does not support.
 """
 
 from __future__ import annotations
@@ -259,7 +259,6 @@ def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[L
 
 
 def _divisors(number: int, most: int) -> Iterator[int]:
-    """Return the powers of two up to ``most`` that divide ``number``."""
     return (size for size in _powers(most) if number % size == 0)
 
 

@@ -25,8 +25,8 @@ _LONGEST = 2048  # maximum tokens of a row
 class LayoutTrial:
     """Settings of a trial. All rows have the same length, and the second half of each row is the response.
 
-    ``meter`` is called before and after each measured step, and returns a running total of bytes. An example is the number of
-    bytes that a network interface has sent.
+    ``meter`` reads a byte counter, such as the number of bytes that a network interface has sent. The trial reads the counter
+    before and after each measured step, and reports the increase.
     """
 
     path: str

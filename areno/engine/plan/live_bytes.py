@@ -15,7 +15,7 @@ _DEVICE = torch.ops.prim.device.default
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
     """Run PyTorch's grouped matrix multiplication, which computes the experts of an MoE layer.
 
-    The inputs are converted to bf16, because PyTorch supports no other dtype for fake tensors.
+    The inputs are converted to bf16, because PyTorch's implementation for fake tensors supports no other dtype.
     """
     first, second, *rest = args
     product: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
@@ -23,7 +23,6 @@ def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield all tensors in an operation's arguments or results."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -49,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
             self._storages[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
 
     def restart(self) -> None:
-        """Set the peak to the current size."""
+        """Set ``peak`` to ``now``."""
         self.peak = self.now
 
     def __torch_dispatch__(

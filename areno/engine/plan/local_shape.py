@@ -40,10 +40,10 @@ def keep_one_part(module: nn.Module, tp_size: int) -> None:
 
 
 def all_logits(logits: Tensor, vocab: int) -> Tensor:
-    """Return ``logits`` if they have all ``vocab`` columns. Otherwise, return an uninitialized tensor [N, ``vocab``].
+    """Return logits [N, ``vocab``] with all columns, given a rank's ``logits``.
 
     In a run, a rank with fewer columns gathers the missing columns from other ranks. The memory estimate needs only a tensor of
-    the resulting shape, whose values do not matter.
+    the resulting shape, so this function returns an uninitialized tensor instead.
     """
     return logits if logits.shape[-1] >= vocab else logits.new_empty((*logits.shape[:-1], vocab))
 
@@ -56,7 +56,6 @@ def _style(plan: dict[tuple[str, ...], str], parts: tuple[str, ...]) -> str:
 
 
 def _split_dim(plan: dict[tuple[str, ...], str], parts: tuple[str, ...], own: str, ndim: int) -> int | None:
-    """Return the dimension along which a tensor is split; None if the tensor is replicated."""
     side = next((part for part in parts if part in ("lora_A", "lora_B")), "")
     owner = parts[: parts.index(side)] if side else parts
     style = _style(plan, (*owner, own)) or _style(plan, owner)

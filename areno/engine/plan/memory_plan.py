@@ -217,7 +217,7 @@ class _Planner:
     def _training(self, kv_cache: int) -> list[Phase]:
         """Return the planned memory of the forward pass, the backward pass and the optimizer step.
 
-        Each of these three phases is planned for the trained role that needs the most memory in the phase.
+        If a run trains several models, each phase describes the model that needs the most memory in this phase.
         """
         phases: list[list[Phase]] = []
         for update in self.updates:

@@ -38,7 +38,7 @@ class HeldRole:
 
 @dataclass(kw_only=True)
 class Sizes(ABC):
-    """The sizes that determine the memory of a run. Subclasses compute the sizes from the options of a front end."""
+    """The sizes that determine the memory of a run. Each subclass computes the sizes for one command, from its options."""
 
     path: str
     option: str
@@ -56,7 +56,7 @@ class Sizes(ABC):
 
     @property
     def kind(self) -> ModelKind:
-        """Kind of the actor: ``policy`` predicts tokens, and ``reward`` predicts rewards."""
+        """Kind of the actor: ``reward`` if the run trains a reward model, otherwise ``policy``."""
         return "reward" if self.config.trains == "reward" else "policy"
 
     @property
@@ -105,14 +105,14 @@ class Sizes(ABC):
 
     @abstractmethod
     def scoring_batch(self, longest: int, role: str) -> list[int]:
-        """Return the number of tokens of each row in the largest batch that the model of ``role`` scores at once.
+        """Return the row lengths of the largest batch that the model of ``role`` scores in one pass.
 
-        ``longest`` is the number of tokens of the longest row.
+        A row length is a number of tokens. ``longest`` is the number of tokens of the longest row.
         """
 
 
 class RunSizes(Sizes):
-    """The sizes of an ``areno train`` run."""
+    """The sizes that determine the memory of a run of ``areno train``."""
 
     def __init__(self, options: TrainOptions, device: torch.device) -> None:
         run = self.options = options
@@ -215,7 +215,7 @@ def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) 
     """Return the row lengths of a full batch, which has at most ``rows`` rows and at most ``tokens`` tokens in total.
 
     All rows have ``longest`` tokens, but the last row may be shorter. Each group of ``group`` rows has a common prefix of
-    ``shared`` tokens. The prefix is counted only in the length of the group's first row.
+    ``shared`` tokens, which the batch contains only once. Only the length of the group's first row includes the prefix.
     """
     lengths: list[int] = []
     while len(lengths) < rows and tokens > 1:

@@ -51,7 +51,10 @@ _NF4_BYTES = 0.52
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Memory of a role's optimizer step in bytes. The peaks include neither the role's weights nor the optimizer state."""
+    """Memory of a role's optimizer step in bytes.
+
+    ``forward`` and ``backward`` include neither the role's weights nor the optimizer state.
+    """
 
     forward: int  # peak of a forward pass, including gradients of earlier microbatches
     carried: int  # gradients of earlier microbatches; 0 with a single microbatch
@@ -94,8 +97,8 @@ class ShapeOf:
     """The model of a checkpoint, without memory for the weights. With tensor parallelism, the model is one rank's shard.
 
     Raises:
-        UsageError: the configuration cannot be read, or the layout is not supported. Methods also raise UsageError if the
-            model's code depends on tensor values.
+        UsageError: the model's configuration cannot be read, or the model does not support the parallel layout. Methods also
+            raise UsageError if the model's code depends on tensor values.
     """
 
     def __init__(
@@ -241,8 +244,8 @@ class ShapeOf:
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
         """Return the run's optimizer. If the run has several ranks, a stub replaces the connection to the other ranks.
 
-        For a run with one rank, the returned optimizer never offloads, even if ``config.offload`` is true. In this case,
-        :meth:`update` counts the optimizer states and gradients as host memory, not as GPU memory.
+        For a run with one rank, the returned optimizer never offloads. If ``config.offload`` is true, :meth:`update` itself
+        counts the optimizer states and gradients as host memory, not as GPU memory.
         """
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
@@ -309,7 +312,10 @@ class ShapeOf:
 
     @_once
     def bytes_per_token(self, prompt: int) -> int:
-        """Return the cache size in bytes per token, for a sequence whose prompt has ``prompt`` tokens."""
+        """Return the cache size in bytes per token, for a sequence whose prompt has ``prompt`` tokens.
+
+        The result depends on ``prompt``, because recurrent states, which have a fixed size, are divided among the tokens.
+        """
         with self._counting(), torch.inference_mode(False), torch.no_grad():
             cache = SlotCache()
             cache.reserve(1, round_up(prompt + 1, COLUMN_STEP))
@@ -345,7 +351,7 @@ class ShapeOf:
 
 
 class _StubChannel(Channel):
-    """Replaces the channel between the ranks of a run. It has the correct number of ranks (``size``), but sends nothing."""
+    """A channel that claims to connect ``size`` ranks, but sends nothing."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -15,7 +15,7 @@ from areno.types import TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Used memory, free memory and optimizer states of a rank, in bytes, before ``--tune-params`` tries the first size."""
+    """Used memory, free memory and optimizer states of a rank, in bytes, before the first trial of ``--tune-params``."""
 
     held: int  # including optimizer states
     available: int
@@ -23,7 +23,7 @@ class RankMemory:
 
 
 def prepare(engine: Engine, keep_rollout_state: bool) -> RankMemory:
-    """Set ``keep_rollout_state``, allocate the optimizer states, and measure used and free memory."""
+    """Set the engine's option ``keep_rollout_state``, allocate the optimizer states, and measure used and free memory."""
     engine.config.keep_rollout_state = keep_rollout_state
     device, optimizer = engine.config.device, engine.actor.trained_by()
     optimizer.allocate()
@@ -72,9 +72,9 @@ def clean(engine: Engine) -> None:
 
 
 def recover(engine: Engine) -> bool:
-    """Reset the rollout loop, so that it accepts requests again if it has failed.
+    """If the rollout loop has failed, reset the loop, so that it accepts requests again.
 
-    Return True if GPU memory ran out and this error had ended the loop, otherwise False.
+    Return whether the loop failed because GPU memory ran out.
     """
     engine.loop.wait_idle()
     return isinstance(engine.loop.restart(), torch.cuda.OutOfMemoryError)
@@ -86,6 +86,6 @@ def random_state(engine: Engine) -> dict[str, Any]:
 
 
 def restore_random(engine: Engine, states: Sequence[dict[str, Any]]) -> None:
-    """Restore the random state of the rank. ``states`` has one state per rank."""
+    """Restore this rank's random state. ``states`` has one state per rank."""
     peers = engine.config.peers
     restore_rng(states[peers.rank])

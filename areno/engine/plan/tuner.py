@@ -2,9 +2,10 @@
 
 The search runs in the training processes, before the first step. Options that the user has set are not changed.
 
-The search first checks that the smallest size fits, then considers the sizes from largest to smallest. If the planned memory of
-a size is within the limit, the size is tried with sequences of maximum length. The search chooses the first size whose measured
-peak is within the limit. The trials change neither weights nor optimizer states nor random states.
+The number of sequences and ``mini_bs`` are searched in the same way. The search first checks that the smallest value fits,
+then goes through the values from largest to smallest. Values whose planned memory exceeds the limit are skipped. All other
+values are tried with sequences of maximum length. The search chooses the first value whose measured peak is within the limit.
+The trials change neither weights nor optimizer states nor random states.
 
 With several replicas, each replica processes an equal part of a trial's sequences. The highest peak of all ranks is compared
 with the limit.
@@ -48,7 +49,8 @@ def tune_sizes(
             memory that the rank uses plus the free memory. Ranks on a CPU share one memory, so each rank gets an equal part.
 
     Returns:
-        The options with the chosen sizes. If the user has not set ``drop_rollout_state``, the function sets it to True.
+        The options with the chosen sizes. ``drop_rollout_state``, which frees the KV cache after each rollout, is also set
+        to True, unless the user has set it.
 
     Raises:
         UsageError: the smallest sizes do not fit, or the ``mini_bs`` that the user has set does not fit. The message names the
@@ -65,7 +67,7 @@ def tune_sizes(
 
 
 class _Search(NamedTuple):
-    """A size to search for, the phases whose memory depends on the size, and a trial that returns the peak memory in bytes."""
+    """An option, the phases of a run whose memory depends on it, and a function that measures the peak memory in bytes."""
 
     name: str
     phases: tuple[str, ...]
@@ -103,7 +105,7 @@ class _Tuner:
         return chosen
 
     def _measure_start(self) -> None:
-        """Measure the memory in use, including optimizer states, and compute the memory limit of the search."""
+        """Set ``held`` (used memory), ``states`` (its part for optimizer states) and ``limit``, in bytes per rank."""
         ranks = self.engine.run_on_all_ranks(trial.prepare, not self.options.drop_rollout_state)
         self.held, self.states = max(rank.held for rank in ranks), ranks[0].states
         capacity = self.capacity
@@ -159,10 +161,6 @@ class _Tuner:
     # -- trials ----------------------------------------------------------------------------------------------------
 
     def _require(self, search: _Search, value: int, planned: TrainOptions, remedy: str) -> None:
-        """Raise UsageError if a run does not fit into memory when its option ``search.name`` has the value ``value``.
-
-        ``planned`` holds the other options of the run. The message of the error ends with ``remedy``.
-        """
         if not self._fits(search, value, planned):
             raise UsageError(
                 f"--tune-params: {search.name}={value} needs more memory than the limit of {self.limit / _MIB:.0f} MiB "
@@ -216,7 +214,7 @@ class _Tuner:
         return phase.parts["roles"] + phase.parts["optimizer"] - self._own_state(phase) + kept
 
     def _own_state(self, phase: Phase) -> int:
-        """The plan counts all optimizer states. Return the size in bytes of those that the actor has already allocated."""
+        """Return the part of the phase's optimizer states that the actor has already allocated, in bytes."""
         return min(self.states, phase.parts["optimizer"])
 
     def _generate(self, candidate: TrainOptions) -> int | None:
@@ -250,7 +248,10 @@ class _Tuner:
         return max(self.engine.run_on_all_ranks(trial.peak))
 
     def _update(self, candidate: TrainOptions) -> int | None:
-        """Compute gradients of one or two microbatches of maximum size. Return the peak in bytes; None if memory ran out."""
+        """Compute gradients of microbatches of maximum size. Return the peak in bytes; None if memory ran out.
+
+        If a step has several microbatches, two are enough, because the second one already accumulates gradients.
+        """
         sizes = self._sizes(candidate)
         lengths, microbatches = sizes.microbatch(self._longest(candidate))
         rows = [_row(length, own) for length, own in zip(lengths, sizes.scored(lengths), strict=True)]
@@ -274,7 +275,6 @@ def _remedy(longest: int) -> str:
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
-    """Yield the powers of two up to ``most``, from largest to smallest."""
     for exponent in reversed(range(most.bit_length())):
         yield 1 << exponent
 

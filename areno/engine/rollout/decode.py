@@ -20,8 +20,9 @@ from areno.engine.rollout.slot_cache import READ_STEP, ROW_STEP, DecodePlan, Slo
 class SharedPrefixes:
     """For each row, the leader (the first row with the same prefix), and the length of the shared prefix.
 
-    Rows with the same :class:`Prefill` object share a prefix. Rows without such an object share no prefix. Every slot holds its
-    own copy of the prefix, so attention may read any of the copies, and samples can join or leave the batch at any time.
+    Rows with the same :class:`Prefill` object share a prefix. Rows without such an object share no prefix. The KV cache holds
+    one copy of the prefix per row. Attention may therefore read any of these copies, and a row that leaves the batch does not
+    affect the other rows.
     """
 
     def __init__(self, prefills: Seq[Prefill | None]) -> None:

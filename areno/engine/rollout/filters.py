@@ -35,7 +35,7 @@ class Filters:
         return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
     def apply(self, weights: Tensor) -> Tensor:
-        """Return the weights [R, V], with 0 for the tokens that the filters remove."""
+        """Return ``weights`` [rows, vocabulary size], with 0 for the tokens that the filters remove."""
         kept = self._keep_largest(weights) if self._any_rank else weights
         if self._any_floor:
             kept = torch.where(weights < self._min_p[:, None] * weights.amax(-1, keepdim=True), 0.0, kept)
@@ -61,7 +61,8 @@ class Filters:
     def _nucleus(self, values: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
         """Return the size of each row's nucleus [R].
 
-        The nucleus is the smallest set of tokens whose total weight is at least p times the total weight after top-k.
+        The nucleus is the smallest set of tokens whose total weight is at least ``top_p`` times the total weight of the tokens
+        that top-k keeps.
         """
         rank = torch.arange(values.shape[1], device=values.device)[None, :]
         mass = torch.where(rank < limits[:, None], values, 0.0).double().cumsum(-1)

@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def block_size(vocab: int) -> int:
-    """Return the number of tokens per block, near the square root of the vocabulary size."""
+    """Return the number of tokens in a block of the vocabulary.
+
+    The result is near the square root of the vocabulary size, so a block has about as many tokens as there are blocks.
+    """
     size = 16
     while size * size < vocab:
         size *= 2
@@ -46,10 +49,10 @@ def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_inside(weights: Tensor, block: Tensor, rest: Tensor) -> Tensor:
-    """Choose, for each row, the first token of the row's block at which the cumulative sum exceeds the remaining target.
+    """For each row, choose the first token of the row's block at which the cumulative sum of ``weights`` exceeds ``rest``.
 
-    ``weights`` holds the weights [B, size] of each row's block. ``block`` and ``rest`` are the results of :func:`draw_block`:
-    the blocks and the remaining targets. Return the indices [B] of the tokens, counted from the first token of block 0.
+    ``weights`` holds the weights [B, size] of each row's block. ``block`` and ``rest`` are the results of :func:`draw_block`.
+    Return the indices [B] of the tokens, counted from the first token of block 0.
     """
     size = weights.shape[1]
     inside = weights.double().cumsum(-1)
@@ -64,9 +67,8 @@ def take_block(table: Tensor, block: Tensor) -> Tensor:
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:
-    """Return the smaller of ``target`` and the largest float below ``total``.
+    """Limit ``target``, the cumulative sum to search for, to the largest float below ``total``.
 
-    ``target`` is the cumulative sum to search for. Without the limit, rounding could select a token after the last positive
-    weight.
+    If rounding raised ``target`` to ``total``, the search would return a position after the last positive weight.
     """
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

@@ -1,8 +1,7 @@
 """Compile a decode step: ``python -m areno.engine.rollout.compiled.build SPEC.json PACKAGE.pt2 PARENT_PID``.
 
 The build is a separate process at the lowest priority, so the parent process can continue. The build reads the model's
-configuration, but not the weights. Memory for the weights is allocated, but neither read nor written. The build exits when the
-parent process exits.
+configuration, but not the weights. The build exits when the parent process exits.
 """
 
 import json

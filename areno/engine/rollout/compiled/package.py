@@ -61,7 +61,7 @@ class StepPackage:
             self._load()
 
     def close(self) -> None:
-        """Release the weights. After this call, the step cannot run."""
+        """Release the weights. Afterwards, this object must not be called."""
         for tensor in self._lent.values():
             tensor.data = tensor.new_empty(0)
 
@@ -84,8 +84,8 @@ class StepPackage:
         """Pass the weight tensors to PyTorch's loader, which takes their addresses.
 
         PyTorch 2.13 never frees the loader's references to these tensors. Each call of this method therefore passes the same
-        tensor objects. To change the memory to which an object refers, :meth:`refresh` and :meth:`close` assign to the
-        object's ``data``. A call then leaks only 8 KB. With new tensor objects, a call would leak the memory of all weights.
+        tensor objects, and :meth:`refresh` and :meth:`close` only assign to the ``data`` of these objects. A call then leaks
+        only 8 KB. With new tensor objects, a call would leak the memory of all weights.
         """
         self._loader.load_constants(self._lent, use_inactive=False, check_full_update=True, user_managed=True)
 
@@ -116,11 +116,11 @@ class StepPackage:
             )
 
     def _fill(self, inputs: list[Any], keys: list[Tensor], values: list[Tensor]) -> None:
-        """Fill the cache columns that the step reads with keys and values that the model computes from random tokens.
+        """Let the model process random tokens, and write the resulting keys and values to the first cache columns.
 
-        If the keys and values themselves were random numbers, each layer of a trained model would amplify rounding
-        differences. In 16-bit dtypes, the differences would reach a third of the largest logit, even between two equivalent
-        operators of PyTorch.
+        With random numbers as keys and values, each layer of a trained model would amplify the rounding differences between
+        the compiled and the uncompiled step. In 16-bit dtypes, these differences would reach a third of the largest logit,
+        even between two equivalent operators of PyTorch.
         """
         tokens, random = inputs[0], torch.Generator().manual_seed(1)
         for column in range(_COLUMNS):

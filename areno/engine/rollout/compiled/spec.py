@@ -48,7 +48,7 @@ class StepSpec:
         )
 
     def path(self) -> Path:
-        """Return the path of the compiled step. The file may not exist yet."""
+        """Return the path of the file with the compiled decode step. The file may not exist yet."""
         parts = [json.dumps(asdict(self), sort_keys=True), torch.__version__, transformers.__version__, __version__]
         parts += [Path(str(m.__file__)).read_text(encoding="utf-8") for m in _TRACED_SOURCES]
         # A package that was compiled with other kernels is not reused.

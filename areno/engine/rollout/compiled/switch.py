@@ -62,8 +62,8 @@ class DecodeSwitch:
         layers: cache layout of each layer; empty if some layers are recurrent.
         mode: ``auto`` compiles the step in the background if compiling saves time. ``eager`` never compiles the step.
             ``compiled`` waits in :meth:`prepare` until the step is compiled.
-        builds: whether mode ``auto`` may compile the step if no compiled step is on disk. If false, mode ``auto`` uses a
-            compiled step only if another process has compiled the step.
+        builds: whether mode ``auto`` may compile the step if no compiled step is on disk. If ``builds`` is false, mode
+            ``auto`` uses a compiled step only if another process has written one to the disk.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class DecodeSwitch:
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
         """Run one decode step.
 
-        ``remaining()`` returns the maximum number of tokens that all current samples together have left to generate.
+        ``remaining()`` returns an upper bound on the total number of tokens that the current samples have left to generate.
         """
         self.threads.apply(batch.padded)
         if self._wants_kernels:
@@ -132,7 +132,7 @@ class DecodeSwitch:
             self.decoder.step.refresh()
 
     def close(self) -> None:
-        """Stop a running build, and release the weights of a compiled step. Afterwards, the compiled step cannot run."""
+        """Stop compiling, and release the weights of a compiled step. Afterwards, the compiled step cannot run."""
         self._end_build()
         if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
             self.decoder.step.close()
@@ -167,7 +167,6 @@ class DecodeSwitch:
         return StepSpec.of(model, self.layers)
 
     def _take_kernels(self) -> None:
-        """Build areno's kernels if necessary, and switch to these kernels. If the build fails, keep PyTorch's operators."""
         self._wants_kernels = False
         if problem := load_all(KERNELS):
             logger.info("decoding runs without areno's kernels: %s", compiler_missing() or problem)
@@ -206,8 +205,8 @@ class DecodeSwitch:
     def _pays(self, remaining: Callable[[], int]) -> bool:
         """Return whether the expected savings exceed the compile time.
 
-        ``remaining()`` returns the maximum number of tokens that all current samples together have left to generate. More
-        requests may follow, so the remaining decode time is assumed to be at least as long as the decode time so far.
+        ``remaining()`` returns an upper bound on the total number of tokens that the current samples have left to generate.
+        More requests may follow, so the remaining decode time is assumed to be at least as long as the decode time so far.
         """
         if not self._generated:
             return False
@@ -237,7 +236,7 @@ class _Build:
         self.stop = weakref.finalize(self, _end, self._process, self._errors, self._folder)
 
     def outcome(self) -> str | None:
-        """Return None while the build runs. After the build, return "" on success, and the error message on failure."""
+        """Return None while the step is being compiled, then "" on success, or the error message on failure."""
         code = self._process.poll()
         if code is None:
             return None
