@@ -171,7 +171,7 @@ class RolloutLoop:
             self.version = version
 
     def cancel_all(self) -> None:
-        """Abort all pending requests, and wait until the loop is idle. The futures return the tokens sampled so far."""
+        """Abort all pending requests, whose futures then return the tokens sampled so far. Wait until the loop is idle."""
         with self._wake:
             self._commands.cancel_all = self._pending()
             self._wake.notify()
@@ -183,7 +183,10 @@ class RolloutLoop:
             self._wake.wait_for(lambda: self.failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
-        """If no request is pending, update a compiled step's weight addresses, so that memory of old weights can be freed."""
+        """If no request is pending, let a compiled step switch to the current weights.
+
+        Until then, the compiled step keeps the old weights in memory.
+        """
         with self._wake:
             if not self._pending():
                 self.decode.refresh()
@@ -328,7 +331,6 @@ class RolloutLoop:
             self._rows = None
 
     def _prefill_some(self) -> None:
-        """Prefill waiting sequences. If other sequences are running, one call prefills only a limited number of tokens."""
         scheduler = self.scheduler
         most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:
@@ -351,13 +353,11 @@ class RolloutLoop:
             self._finish(sequence)
 
     def _prefill(self, shared: list[list[Sequence]]) -> None:
-        """Prefill the uncached part of each context, and sample one token per sample. ``shared[i]``: samples of context i."""
         self._reserve()
         cached = [self._reuse(members) for members in shared]
         self._first_tokens(shared, self._run_prefill(shared, cached))
 
     def _continue_chunked_prefill(self, tokens: int) -> None:
-        """Prefill the next chunk of a context. After the last chunk, the samples with this context start to run."""
         chunked = self.scheduler.chunked_prefill
         assert chunked is not None
         length = chunked.members[0].length
@@ -372,7 +372,6 @@ class RolloutLoop:
         self.cache.reserve(self.scheduler.held(), self.scheduler.columns())
 
     def _reuse(self, members: list[Sequence]) -> int:
-        """Copy the cached prefix of a context to the slots of ``members``. Return the prefix length in tokens."""
         hit = self.prefixes.find(members[0].context, self.version)
         if hit is None:
             return 0
@@ -381,7 +380,10 @@ class RolloutLoop:
         return hit.length
 
     def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
-        """Prefill each context i from token ``cached[i]`` to ``stop``. Return the last tokens' hidden states [contexts, C]."""
+        """For each i, prefill the context of the samples ``shared[i]`` from token ``cached[i]`` to ``stop`` (None: to the end).
+
+        Return the hidden state of the last prefilled token of each context [contexts, C].
+        """
         tokens: list[int] = []
         spans: list[PrefillSpan] = []
         for members, start in zip(shared, cached, strict=True):
@@ -396,7 +398,7 @@ class RolloutLoop:
         return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
 
     def _first_tokens(self, shared: list[list[Sequence]], hidden: Tensor) -> None:
-        """Sample the next token of each sample. ``hidden`` [contexts, C]: hidden states of the contexts' last tokens."""
+        """Sample the next token of each sample. ``hidden[i]`` [C] is the last hidden state of the samples ``shared[i]``."""
         logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
         for members in shared:
@@ -449,7 +451,6 @@ class RolloutLoop:
         return torch.tensor(values, device=self.model.device)
 
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
-        """Append the sampled token to each sequence, and remove finished sequences."""
         self._give(sequences, draw, outcome := DecodeOutcome())
         self._settle(outcome)
 

@@ -10,7 +10,7 @@ class Pause:
 
     A pause has three states: ``wanted`` (a thread has requested the pause), ``agreed`` (the loop pauses before its next
     iteration), and ``resting`` (the loop is paused). All ranks of a sharded replica must pause before the same iteration, so
-    their pauses are ``agreed`` only after the leading rank has announced this iteration. The loop's condition variable ``wake``
+    a pause is ``agreed`` only after the leading rank has broadcast the pause. The loop's condition variable ``wake``
     protects the states.
     """
 
@@ -23,7 +23,10 @@ class Pause:
 
     @contextmanager
     def held(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Pause the loop during the ``with`` block. If ``stopped()`` is true, the block starts without waiting for the loop."""
+        """Pause the loop during the ``with`` block.
+
+        ``stopped`` returns whether the loop has ended or has not started. If so, the block starts at once.
+        """
         with self._turns:
             with self._wake:
                 self.wanted = True

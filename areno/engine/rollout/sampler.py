@@ -37,7 +37,7 @@ class Draw:
     top: tuple[Tensor, Tensor] | None = None  # most likely tokens and their log-probs [B, K]; None if not requested
 
     def rows(self, rows: Seq[int]) -> Draw:
-        """Return the results of the given rows."""
+        """Return a :class:`Draw` that contains only the given rows."""
         index = torch.tensor(rows, device=self.tokens.device)
         cut = None if self.cut_mass is None else self.cut_mass[index]
         top = None if self.top is None else (self.top[0][index], self.top[1][index])
@@ -55,10 +55,7 @@ class Draw:
 
 
 class SamplingTable:
-    """The sampling parameters of a batch as tensors, which stay valid until rows join or leave the batch.
-
-    ``edits`` holds, for each row, the logit edits; None for a row without logit edits.
-    """
+    """The sampling parameters of a batch as tensors, which stay valid until rows join or leave the batch."""
 
     def __init__(
         self,

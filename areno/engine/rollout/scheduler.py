@@ -35,7 +35,7 @@ class Move:
 class ChunkedPrefill:
     """Samples whose shared context is being prefilled in chunks. The first ``done`` tokens of the context are already cached.
 
-    These samples have the slots after those of the running samples.
+    The slots of these samples directly follow the slots of the running samples.
     """
 
     members: list[Sequence]
@@ -47,7 +47,7 @@ class Scheduler:
     """The queue and the slots of a rollout loop.
 
     Args:
-        budget_tokens: maximum number of cells (rows times columns) of the cache.
+        budget_tokens: capacity of the cache in tokens. Each live sequence counts as :meth:`columns` tokens.
         max_running: maximum number of sequences that are decoded at once.
     """
 
@@ -75,7 +75,7 @@ class Scheduler:
         return sum(s.group.sampling.max_new_tokens - len(s.output) for s in (*self.waiting, *self.live()))
 
     def columns(self) -> int:
-        """Return the number of cache columns that the live sequences need."""
+        """Return the number of tokens per slot for which the live sequences need space."""
         return round_up(max((s.length for s in self.live()), default=0), COLUMN_STEP)
 
     def cells(self) -> int:
@@ -117,10 +117,6 @@ class Scheduler:
         return shared
 
     def _start_chunked_prefill(self) -> None:
-        """Start a chunked prefill of the first waiting sample.
-
-        The prefill includes the next waiting samples with the same context, as far as free slots and the cache size allow.
-        """
         first = self.waiting[0]
         self.chunked_prefill = ChunkedPrefill([])
         columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))
@@ -178,7 +174,6 @@ class Scheduler:
         return moves + self._close_gap()
 
     def _close_gap(self) -> list[Move]:
-        """Move the samples of the chunked prefill to the slots right after the running samples."""
         moves: list[Move] = []
         if self.chunked_prefill is not None:
             for target, member in enumerate(self.chunked_prefill.members, len(self.running)):

@@ -133,7 +133,7 @@ class Sequence:
         return np.concatenate(self.routed) if self.routed else None
 
     def answer(self) -> RolloutSequence:
-        """Return the sample's result for the sender of the request."""
+        """Return the sample as an entry of the request's :class:`RolloutResult`."""
         return RolloutSequence(
             resp_tokens=self.output,
             resp_logprobs=self.logprobs,

@@ -63,7 +63,7 @@ class KVCache(ABC):
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
         """Return a :class:`Routing` that records expert choices in the cache; None if no choices are recorded.
 
-        For the cache, the choices of each MoE layer are the keys of an additional layer, whose values have size 0.
+        The cache stores the choices of each MoE layer as the keys of an additional layer. The values of this layer have size 0.
         ``write(layer, keys, values)`` writes the keys and values of a layer to the cache.
         """
         if self.records is None:
@@ -101,7 +101,7 @@ class KVCache(ABC):
 
 
 class SlotCache(KVCache):
-    """Holds keys and values [slots, heads, columns, size] for each layer."""
+    """Holds keys and values [slots, heads, columns, size] for each layer. A slot holds one sequence, a column one token."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)
@@ -169,14 +169,14 @@ class SlotCache(KVCache):
         return self.keys[layer][chosen, :, :columns], self.values[layer][chosen, :, :columns]
 
     def snapshot(self, slot: int, length: int) -> Snapshot:
-        """Return a copy of the first ``length`` columns of a slot: keys and values [heads, length, size] of each layer."""
+        """Return a copy of the keys and values [heads, length, size] of each layer for a slot's first ``length`` tokens."""
         return {
             layer: (self.keys[layer][slot, :, :length].clone(), self.values[layer][slot, :, :length].clone())
             for layer in self.keys
         }
 
     def restore(self, snapshot: Snapshot, slots: Seq[int], length: int) -> None:
-        """Copy the first ``length`` columns of a snapshot to each of ``slots``."""
+        """Copy the keys and values of a snapshot's first ``length`` tokens to each of ``slots``."""
         rows = torch.tensor(slots, device=self.device)
         for layer, (keys, values) in snapshot.items():
             self.keys[layer][rows, :, :length] = keys[:, :length]
@@ -226,11 +226,9 @@ class PrefillPlan(PackedPlan):
             cache.states.clear(torch.tensor(fresh, device=self.device))
 
     def _per_token(self, values: list[int]) -> Tensor:
-        """Return, for each token, the value of the token's span. ``values`` has one value per :class:`PrefillSpan`."""
         return torch.tensor(values).repeat_interleave(torch.tensor(self.lengths)).to(self.device)
 
     def _place(self) -> None:
-        """Compute the cache cells to which each token is written: one cell in each of the ``slots`` of the token's span."""
         token, slot, position = [], [], []
         for start, span in zip(self.starts, self.spans, strict=False):
             index = torch.arange(span.length)
@@ -265,7 +263,7 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Run a recurrent layer on one context at a time, because padding would change the cached state."""
+        """Run a recurrent layer on one :class:`PrefillSpan` at a time, because padding would change the cached states."""
         outputs = []
         for span, piece in zip(self.spans, hidden.split(self.lengths), strict=True):
             states = self.cache.states.at(module, torch.tensor(span.slots[:1], device=self.device))
@@ -273,9 +271,9 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def finish(self) -> None:
-        """After the forward pass, copy recurrent states to the slots of all samples with the same context.
+        """After the forward pass, copy each span's recurrent states to all slots of the span.
 
-        The forward pass has stored the states only in the slot of the first sample of each context.
+        The forward pass has stored the states only in the first slot of each span.
         """
         for span in self.spans:
             if len(span.slots) > 1 and self.cache.states.tensors():

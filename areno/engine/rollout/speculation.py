@@ -55,9 +55,9 @@ class VerifyPlan(DecodePlan):
 
     Attributes:
         tokens: input token ids [rows * W], including padding.
-        cells: indices in ``tokens`` of all entries except padding. One token is sampled after each of these entries.
+        cells: indices in ``tokens`` of all input tokens except padding. One token is sampled after each of these input tokens.
         members: for each entry of ``cells``, the sequence to which this input token belongs.
-        counters: for each entry of ``cells``, the index of the sampled token in the sequence's output.
+        counters: for each entry of ``cells``, the index, in the sequence's output, of the token sampled after this input token.
     """
 
     def __init__(self, cache: SlotCache, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> None:

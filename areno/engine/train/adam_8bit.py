@@ -76,8 +76,9 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 class Quantised:
     """Quantized numbers, stored as codes (uint8 [blocks, 256]) and scales (fp32 [blocks]).
 
-    The scale of a block is the number with the largest absolute value in the block. The scale is signed, because there is
-    a code for the factor 1 but none for -1. :func:`dynamic_values` returns the factors of the codes.
+    A number is the factor of its code (:func:`dynamic_values`) times the scale of its block. The scale of a block is the
+    number with the largest absolute value in the block, including the sign of this number. The sign is necessary, because
+    there is a code for the factor 1 but none for -1.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, signed: bool) -> None:
@@ -95,7 +96,7 @@ class Quantised:
     def of(cls, numbers: Tensor, signed: bool) -> Quantised:
         """Quantize ``numbers``, fp32 [N].
 
-        If the result is decoded and then quantized again, the codes do not change.
+        Quantizing the decoded numbers again gives the same codes.
         """
         made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
         for begin in range(0, len(numbers), size):
@@ -115,7 +116,7 @@ class Quantised:
         return decoded
 
     def read(self, first: int, last: int) -> Tensor:
-        """Decode the blocks ``first`` to ``last - 1``, and return their numbers as fp32 [blocks, 256]."""
+        """Decode the blocks ``first`` to ``last - 1`` to fp32 [blocks, 256]."""
         values, _ = _tables(self.signed, self.codes.device)
         chosen = values.index_select(0, self.codes[first:last].view(-1).int())
         return chosen.view(-1, BLOCK).mul_(self.scales[first:last, None])

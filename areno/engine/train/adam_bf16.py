@@ -5,7 +5,8 @@ The updated tensors, which are the model's weights or its master weights, remain
 Each step computes in fp32, and rounds the new moments. The first moment is rounded to the nearest bf16 number. The
 second moment is rounded up or down at random. If beta2 is near 1, a step changes the second moment by less than the
 spacing of bf16 numbers. With rounding to the nearest number, the second moment would never decrease. Weights and master
-weights are not rounded to bf16, because rounding would undo an update that changes a weight by a thousandth.
+weights are not rounded to bf16, because rounding would undo an update that changes a weight by a
+thousandth of its value.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class AdamBf16(LowPrecisionAdam):
 def _rounded(values: Tensor, step: int) -> Tensor:
     """Round fp32 values up or down to bf16 numbers at random, and return the result as fp32.
 
-    The probability of rounding up is the discarded part of the value, as a fraction of the bf16 spacing. The random
-    bits are a hash of the value and the step. The rounding of a value in a step therefore depends neither on the parallel
-    layout nor on whether the run was resumed.
+    The probability of rounding up is the distance to the bf16 number below the value, divided by the spacing of bf16
+    numbers. The random bits are a hash of the value and the step. The rounding of a value in a step therefore depends
+    neither on the parallel layout nor on whether the run was resumed.
     """
     bits = values.view(torch.int32)
     noise = (bits ^ (step * _HASH[2] % 2**31)) * _HASH[0]

@@ -64,16 +64,14 @@ class FullyShardedAdamW(Optimizer):
         self._adam = make_adam(self._groups(), config)
 
     def _master(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor to update: this rank's shard of ``parameter``, or a copy of the shard (:meth:`_is_copied`)."""
         own = local(parameter.detach())
         return own.to("cpu" if self.config.offload else own.device, torch.float32, copy=self.config.offload)
 
     def _is_copied(self, parameter: Tensor) -> bool:
-        """Return whether a copy of the shard is updated, because the shard is not fp32, or because ``offload`` is set."""
         return self.config.offload or is_rounded(parameter)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Group the shards by whether they have 8-bit moments. The size of the unsharded parameter determines the group."""
+        """Group the shards by whether the unsharded parameter is large enough for 8-bit moments."""
         if not self.config.adam_8bit:
             return [{"params": self._shares}]
         kinds = [adam_8bit.is_quantised(parameter.numel()) for parameter in self._parameters]

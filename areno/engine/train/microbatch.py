@@ -64,8 +64,9 @@ class MicroBatching:
     ) -> list[list[int]]:
         """Divide blocks of rows into bins (microbatches). If possible, rows with a common prefix are in the same bin.
 
-        Return the indices of the blocks in each bin. Blocks are sorted by the tokens of their first rows. Each block goes to
-        the bin with enough room whose prefix tree grows least. If no bin has enough room, the block starts a new bin.
+        Return the indices of the blocks in each bin. Blocks are sorted by the token ids of their first rows, in lexicographic
+        order. Each block goes to the bin with enough room whose prefix tree grows least. If no bin has enough room, the block
+        starts a new bin.
         """
         most = self.max_tokens_per_mb or sum(weights)
         bins: list[list[int]] = []
@@ -83,7 +84,6 @@ class MicroBatching:
         return bins
 
     def _wanted(self, bins: int) -> int:
-        """Return the larger of ``bins`` and ``n_mbs``, rounded up to a multiple of ``n_mbs_divisor``."""
         return -(-max(bins, self.n_mbs or 1) // self.n_mbs_divisor) * self.n_mbs_divisor
 
     def _first_fit(self, weights: Weights) -> list[list[int]]:
@@ -100,10 +100,6 @@ class MicroBatching:
         return bins
 
     def _balanced(self, weights: Weights) -> list[list[int]]:
-        """Divide blocks into bins with nearly equal numbers of tokens, by the differencing method of Karmarkar and Karp.
-
-        While a bin of several blocks exceeds the token budget, retry with ``n_mbs_divisor`` more bins.
-        """
         if not weights:
             return []
         most = self.max_tokens_per_mb or sum(weights)
@@ -121,7 +117,6 @@ def _heaviest_first(weights: Weights) -> list[int]:
 
 
 def _lightest_first(weights: Weights, count: int) -> list[list[int]]:
-    """Assign each item, heaviest first, to the bin that is currently lightest."""
     bins: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
     for item in _heaviest_first(weights):
@@ -132,7 +127,6 @@ def _lightest_first(weights: Weights, count: int) -> list[list[int]]:
 
 
 def _split_to(bins: list[list[int]], weights: Weights, count: int) -> list[list[int]]:
-    """Split bins in two until there are ``count`` bins. Each split takes the heaviest bin that has several items."""
     while len(bins) < count:
         heaviest = max((b for b in bins if len(b) > 1), key=lambda b: sum(weights[i] for i in b))
         halves = shares([weights[i] for i in heaviest], 2)

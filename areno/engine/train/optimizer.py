@@ -1,8 +1,8 @@
 """The interface of the engine's optimizers, and AdamW on one rank.
 
-Master weights are in fp32. If the model computes in bf16 or fp16, the master weights are a second copy of the weights.
-If the model computes in fp32, its weights are also the master weights. Offloaded master weights of a model on a GPU are
-always a second copy. Gradients of microbatches are summed in fp32. Each step updates the master weights, and copies
+Master weights are in fp32. They are a second copy of the weights in two cases: if the model computes in bf16 or fp16, or
+if the model is on a GPU and its master weights are offloaded to host memory. Otherwise, the weights of the model are
+also the master weights. Gradients of microbatches are summed in fp32. Each step updates the master weights, and copies
 their rounded values to the model. Small updates, for example with a learning rate of 1e-6, accumulate in the master
 weights. Without master weights, rounding would undo these updates.
 
@@ -56,7 +56,7 @@ class OptimizerOptions:
 
     @property
     def moments(self) -> str:
-        """Format of the moments. A saved optimizer state can be loaded only into an optimizer with the same format."""
+        """Format of the moments: ``8bit``, ``bf16`` or ``fp32``. A saved state can be loaded only if its format is the same."""
         return "8bit" if self.adam_8bit else "bf16" if self.adam_bf16 else "fp32"
 
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
@@ -246,7 +246,6 @@ class Optimizer(ABC):
         """
 
     def _update(self) -> float:
-        """Update the tensors with the scheduled learning rate, and return this learning rate."""
         rate = self.learning_rate
         self.steps += 1
         for group in self._adam.param_groups:
@@ -255,12 +254,10 @@ class Optimizer(ABC):
         return rate
 
     def _counts(self, names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, int]:
-        """Return the number of updates of each parameter that has moments."""
         states = zip(names, map(self._adam.state.get, tensors), strict=True)
         return {name: int(state["step"]) for name, state in states if state}
 
     def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
-        """Return the JSON fields that all optimizers save. ``counts`` has the number of updates of each parameter."""
         return {
             "steps": self.steps,
             "constant_rate": self._constant_rate,
@@ -439,10 +436,10 @@ def saved_moments(
 def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
     """Load both moments of a parameter's shard as fp32 numbers. ``index`` selects the shard.
 
-    An 8-bit second moment is returned as its square root, as in :func:`adam_8bit.moments_in`.
+    With 8-bit moments, the second tensor is the square root of the second moment, as in :func:`adam_8bit.moments_in`.
 
-    The saved state has the moments either as fp32 numbers or as 8-bit codes, which this function decodes. Codes were saved
-    only if the quantization blocks had the same boundaries as in the unsharded parameter.
+    The saved state has the moments either as fp32 numbers or as 8-bit codes, which this function decodes. Codes are saved
+    only if the boundaries of the quantization blocks do not depend on the sharding.
     """
     kinds = adam_8bit.moment_kinds(adam_8bit.is_quantised(parameter.numel()))
     if moment_key(name, kinds[0]) in saved:

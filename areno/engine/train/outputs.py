@@ -92,9 +92,10 @@ def _outputs(
     bounds: bool,
     part: ContextPlan | None = None,
 ) -> dict[str, Tensor]:
-    """From hidden states [T, C], compute the predictions that the loss needs, and return them in a dict under the key "".
+    """From hidden states [T, C], compute the predictions that the loss needs, and other data for the batch.
 
-    The dict's other entries, such as ``packed_entropy``, are meant to be added to the batch's data.
+    In the returned dict, the key "" has the predictions. The other keys, such as ``packed_entropy``, are keys of the
+    batch's data.
     """
     if kind == "reward":
         assert isinstance(model, ValueModel)
@@ -117,7 +118,6 @@ def _outputs(
 
 
 def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextPlan | None) -> Tensor:
-    """Return the score at each of the packed ``positions``; 0 if the position belongs to another rank."""
     if part is None:
         return model.values(hidden.index_select(0, positions))
     own = part.within(positions)

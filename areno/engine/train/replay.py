@@ -1,4 +1,4 @@
-"""Combine the recorded expert choices of several rows, to replay these choices in a forward pass over the rows.
+"""Combine the recorded MoE expert choices of several rows into one :class:`Replay` for a forward pass over these rows.
 
 :mod:`areno.engine.model.routing` explains routing replay.
 """
@@ -30,9 +30,9 @@ def replay_of(
         lengths: number of tokens of each row.
         routers: the model's routers.
         device: device of the model.
-        places: for each token of the concatenated rows, its position in the input of the forward pass. Tokens of a common
-            prefix have the same positions in several rows, and their expert choices come from the first row that has a
-            record for the token. None if the input is the concatenation of the rows.
+        places: for each token of the concatenated rows, its position in the input of the forward pass. None if the input
+            is the concatenation of the rows. If rows share a prefix, the input may contain the prefix only once. The expert
+            choices of a prefix token then come from the first row that has a record for this token.
         count: counter of the replayed choices, or None.
 
     Raises:
@@ -68,7 +68,6 @@ def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
 
 
 def _at(records: RoutingRecord, places: np.ndarray) -> RoutingRecord:
-    """Move the record of each token to the packed position of the token."""
     replayed = np.full((int(places.max()) + 1, *records.shape[1:]), no_expert(records), records.dtype)
     known = (records[:, 0, 0] != no_expert(records)).nonzero()[0][::-1]  # the first row is written last, so it counts
     replayed[places[known]] = records[known]

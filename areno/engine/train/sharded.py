@@ -6,9 +6,9 @@ tensor parallelism, only ranks that hold the same shard of the model exchange gr
 replicas on the CPUs of one Linux machine share one copy of the weights. In this case, each replica updates its shard in
 place. Each rank saves its shard. A run in any layout can resume from the saved shards.
 
-With 8-bit moments, parameters and shards are aligned to the quantization blocks of the flat buffer. The blocks are
-therefore the same for any number of replicas. For tensors that tensor parallelism shards, the blocks depend on the
-layout. When a run resumes in another layout, the moments of such tensors are quantized again.
+With 8-bit moments, parameters and shards start at multiples of the quantization block size in the flat buffer. The
+blocks are therefore the same for any number of replicas. For tensors that tensor parallelism shards, the blocks depend
+on the layout. When a run resumes in another layout, the moments of such tensors are quantized again.
 
 Master weights, moments and summed gradients may be in host memory instead of GPU memory. Data for a collective is then
 first copied to the GPU.
@@ -172,10 +172,6 @@ class ZeroAdamW(Optimizer):
         return self._shared_memory.tensor(self._first, self._share)
 
     def _buffer(self) -> Tensor:
-        """Return the flat gradient of all parameters, and allocate it if necessary.
-
-        The flat gradient is one-dimensional. Its length is the number of replicas, times the length of a replica's shard.
-        """
         if self._flat is None:
             self._flat = torch.zeros(self._share * self.peers.data.size, device=self._home)
         return self._flat
@@ -188,29 +184,22 @@ class ZeroAdamW(Optimizer):
     def _own_part(self, value: Callable[[_Segment], Tensor]) -> Tensor:
         """Build this rank's fp32 shard of a flat tensor.
 
-        For a segment, which is a parameter's range in the flat tensor, ``value`` returns all entries of the flat tensor in
-        this range. The entries outside this rank's shard are ignored.
+        ``value(segment)`` returns the flat tensor's entries in the range of ``segment``. Entries outside this rank's shard
+        are ignored.
         """
         part = torch.zeros(self._share, device=self._home)
         self._fill(part, value)
         return part
 
     def _fill(self, part: Tensor, value: Callable[[_Segment], Tensor]) -> None:
-        """Write this rank's shard of a flat tensor to ``part``. :meth:`_own_part` explains ``value``."""
         for segment, start, stop in self._owned():
             self._put(part, value(segment), segment, start, stop)
 
     def _put(self, part: Tensor, values: Tensor, segment: _Segment, start: int, stop: int) -> None:
-        """Write the entries ``start`` to ``stop`` of a flat tensor to ``part``, which is this rank's shard of the flat tensor.
-
-        ``start`` and ``stop`` are indices in the flat tensor, and lie in the range of one parameter, which is ``segment``.
-        ``values`` has all entries of the flat tensor in the range of ``segment``.
-        """
         entries = values.reshape(-1)[start - segment.start : stop - segment.start]
         part[start - self._first : stop - self._first] = entries.to(part)
 
     def _owned(self) -> Iterator[tuple[_Segment, int, int]]:
-        """Yield each segment that overlaps this rank's shard, and the start and stop of the overlap."""
         return self._between(self._first, self._first + self._share)
 
     def _between(self, first: int, last: int) -> Iterator[tuple[_Segment, int, int]]:
@@ -261,7 +250,6 @@ class ZeroAdamW(Optimizer):
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
 
     def _sum_partial(self, flat: Tensor) -> None:
-        """Sum the partial gradients over the ranks, with one collective for each group of ranks."""
         self._sum_over(self.peers.tensor, [flat[one.start : one.stop] for one in self._segments if one.partial])
         self._sum_over(self.peers.ends, [flat[one.start : one.stop] for one in self._segments if one.tied])
 
@@ -272,7 +260,6 @@ class ZeroAdamW(Optimizer):
                 part.copy_(values)
 
     def _windows(self) -> Iterator[slice]:
-        """Yield the windows of a shard: the slices that the collectives send one after the other."""
         step = max(_EXCHANGED // self.peers.data.size, 1)
         for begin in range(0, self._share, step):
             yield slice(begin, min(begin + step, self._share))
@@ -290,10 +277,6 @@ class ZeroAdamW(Optimizer):
         return part
 
     def _gathered(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """All-gather the shards ``part`` of all replicas, and yield the offset and the values of each gathered piece.
-
-        The values are on the model's device.
-        """
         for window in self._windows():
             gathered = self.peers.data.all_gather_tensor(part[window].to(self._device).contiguous())
             for rank, piece in enumerate(gathered.view(self.peers.data.size, -1)):
@@ -316,7 +299,6 @@ class ZeroAdamW(Optimizer):
         return rate
 
     def _publish(self) -> None:
-        """Copy the updated master weights to the weights of all replicas."""
         if self._shared_memory is None:
             self._put_weights()
             return
@@ -354,7 +336,6 @@ class ZeroAdamW(Optimizer):
 
     @property
     def _weight_dtype(self) -> torch.dtype:
-        """The dtype of all parameters; fp32 if the parameters have different dtypes."""
         kinds = {segment.parameter.dtype for segment in self._segments}
         return kinds.pop() if len(kinds) == 1 else torch.float32
 
@@ -402,8 +383,8 @@ class ZeroAdamW(Optimizer):
     ) -> Iterator[StatePart]:
         """Yield the moments of a parameter, but only for those entries of the parameter that are in this rank's shard.
 
-        8-bit moments are yielded as codes if tensor parallelism does not shard the parameter, because the quantization blocks
-        then have the same boundaries in every layout. All other moments are yielded as fp32 numbers.
+        If tensor parallelism does not shard the parameter, its quantization blocks have the same boundaries in every layout.
+        In this case, 8-bit moments are yielded as 8-bit codes and scales. All other moments are yielded as fp32 numbers.
         """
         if not state:
             return
@@ -462,7 +443,6 @@ def _segments(
     tied: Collection[str],
     block: int,
 ) -> Iterator[_Segment]:
-    """Yield the range of each parameter in the flat buffers. Each range starts at a block boundary."""
     start = 0
     for name, parameter in parameters:
         stop = start + local(parameter).numel()

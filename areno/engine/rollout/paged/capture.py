@@ -55,7 +55,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
             raise CaptureError(f"capturing failed: {type(error).__name__}: {lines[0]}") from error
 
     def _record(self, main: Any, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Run the program twice, to compile kernels and to find synchronizations with the host. Then capture the program."""
+        """Run ``program`` to compile kernels, run it again to find synchronizations with the host, and then capture it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # only one, as each stream keeps a cuBLAS workspace
         self._stream.wait_stream(main)
@@ -83,7 +83,7 @@ def _no_syncs() -> Iterator[None]:
 
 
 def why_not_captured(config: Any, dtype: torch.dtype) -> str | None:
-    """Return why decode steps of a model with this configuration cannot be captured; None if capturing may work."""
+    """Return why a CUDA graph cannot capture decode steps of a model with this configuration; None if no reason is known."""
     experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
     if experts > 1 and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")

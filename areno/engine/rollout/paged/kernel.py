@@ -171,18 +171,18 @@ def decode_attention(
 
     Args:
         layer: attention layer, which has the scale, window, sinks and soft-capping.
-        q: queries [rows, H, D], with contiguous features.
-        keys: pool of keys [pages, page_size, K, D] in the dtype of ``q``.
-        values: pool of values [pages, page_size, K, Dv] in the dtype of ``q``.
+        q: queries [rows, heads, size], with contiguous features.
+        keys: pool of keys [pages, page_size, KV heads, size] in the dtype of ``q``.
+        values: pool of values [pages, page_size, KV heads, value size] in the dtype of ``q``.
         table: block table [rows, width], int32.
         lengths: number of tokens of each context [rows], int32. Padding rows have length 0, and get the output 0.
         columns: maximum number of tokens per context, from which the default of ``parts`` is chosen.
         parts: number of parts per context, a power of two. None uses :func:`choose_parts`.
         block: number of keys per loop iteration. None means 64, or 32 for heads of more than 128 features.
-        stages: number of software pipeline stages of a program's loop.
+        stages: number of software pipeline stages of the kernel's loop over the keys.
 
     Returns:
-        Attention outputs [rows, H, Dv] in the dtype of ``q``.
+        Attention outputs [rows, heads, value size] in the dtype of ``q``.
     """
     rows, heads, size = q.shape
     key_heads, v_size = values.shape[2:]

@@ -25,7 +25,8 @@ class PagedRolloutLoop(RolloutLoop):
     A step does not overlap if any row needs filters, logit edits or top log-probs.
 
     ``eager_decode`` disables CUDA graphs. For the other arguments see :class:`~areno.engine.rollout.loop.RolloutLoop`.
-    Speculative decoding and compiled steps are not supported, because these features need a slot cache.
+    Speculative decoding and compiled steps are not supported, because these features need a
+    :class:`~areno.engine.rollout.slot_cache.SlotCache`.
     """
 
     cache: PagedCache  # type: ignore[assignment]
@@ -64,7 +65,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._pipeline = DecodePipeline(self.device_decode)
 
     def resize(self, budget_tokens: int, prefix_tokens: int) -> None:
-        """Free the cache, and change its size; see :meth:`RolloutLoop.resize`. The next use allocates the memory."""
+        """See :meth:`RolloutLoop.resize`. The old memory is freed at once, and the new memory is allocated on first use."""
         self.drop_cache()
         super().resize(budget_tokens, prefix_tokens)
         pages = pages_for(budget_tokens, prefix_tokens, self.device_decode.max_rows)
@@ -80,7 +81,7 @@ class PagedRolloutLoop(RolloutLoop):
     def make_room(self, sequences: int) -> None:
         """Allow decode steps with ``sequences`` rows.
 
-        If more rows than before are allowed, wait for pending requests, and free the cache.
+        More rows than before need a larger cache. In this case, wait until no request is pending, and free the old cache.
         """
         if sequences > self.device_decode.max_rows:
             self.wait_idle()
@@ -123,7 +124,6 @@ class PagedRolloutLoop(RolloutLoop):
         self._push(tokens)
 
     def _step_synchronously(self) -> None:
-        """Run a step that does not overlap with work on the host, because a row needs filters, logit edits or top log-probs."""
         self._push(self._pipeline.drain(self.scheduler.running))
         if self.scheduler.running:
             super()._step()
@@ -135,7 +135,6 @@ class PagedRolloutLoop(RolloutLoop):
 
 
 def _is_plain(group: SampleGroup) -> bool:
-    """Return whether a request needs neither filters nor logit edits nor top log-probs."""
     sampling = group.sampling
     edited = any(member.edits is not None for member in group.members)
     return not (edited or Filters.applies_to(sampling) or sampling.top_logprobs)

@@ -2,9 +2,9 @@
 
 The rollout loop uses this cache like a :class:`~areno.engine.rollout.slot_cache.SlotCache`, with rows as slots. Samples of one
 prompt share the prompt's pages. Before a sample writes to a shared, partly filled page, the page is copied (copy-on-write). A
-snapshot holds references to pages. If rows of the batch move, entries of the block table move, but keys and values stay in
-place. A page is free if nothing refers to the page. The memory of all pages is allocated once, so the addresses in CUDA graphs
-stay valid.
+prefix in the prefix store (:class:`PageSnapshot`) holds references to its pages. If rows of the batch move, entries of the
+block table move, but keys and values stay in place. A page is free if nothing refers to the page. The memory of all pages is
+allocated once, so the addresses in CUDA graphs stay valid.
 """
 
 import weakref
@@ -41,8 +41,8 @@ class PagedCache(KVCache):
             captured CUDA graphs become invalid.
 
     Attributes:
-        table: block table [slots, width], int32, on the device. Entries beyond the end of a row are outdated, or point to
-            page 0, the spare page, which is reserved for padding.
+        table: block table [slots, width], int32, on the device. The entries after the last page of a row are not used.
+            They are outdated, or point to page 0, which is reserved for padding.
         reclaim: function that is called if no page is free. The function tries to free pages, and returns whether another call
             might free more pages.
         epoch: counter that is incremented when a tensor of the cache gets new memory. Captured CUDA graphs are then invalid.
@@ -104,7 +104,7 @@ class PagedCache(KVCache):
     def resize(self, pages: int, columns: int) -> None:
         """Free the cache, and change the number of pages to ``pages``.
 
-        The next block table has space for at least ``columns`` tokens per row, and grows if a row needs more space.
+        ``columns`` is the number of tokens per row for which the new block table initially has space.
         """
         self._initial = self._initial[0], columns
         self.allocator = PageAllocator(pages)
@@ -140,13 +140,11 @@ class PagedCache(KVCache):
         self._mark(row, changed)
 
     def _take(self) -> int:
-        """Allocate a page, and return its number. If no page is free, first call ``reclaim``, which tries to free pages."""
         while not self.allocator.free and self.reclaim():
             pass
         return self.allocator.take()
 
     def _private_copy(self, page: int) -> int:
-        """Allocate a page for a private copy of ``page``, and drop a reference to ``page``. :meth:`publish` fills the copy."""
         copy = self._take()
         self._copies[copy] = self._copies.get(page, page)
         self.allocator.drop([page])
@@ -178,7 +176,7 @@ class PagedCache(KVCache):
             self.cut(row, 0)
 
     def snapshot(self, slot: int, length: int) -> PageSnapshot:
-        """Return a reference to the pages that a row's first ``length`` tokens fill completely. Nothing is copied."""
+        """Return a reference to the pages that the first ``length`` tokens of ``slot`` fill completely. Nothing is copied."""
         pages = tuple(self._rows[slot][: length // self.page_size])
         snapshot = PageSnapshot(pages, self.allocator)
         self.allocator.share(pages)
@@ -205,7 +203,6 @@ class PagedCache(KVCache):
         self._mark(row, 0)
 
     def _mark(self, row: int, first: int) -> None:
-        """Mark a row's block-table entries as changed, starting at entry ``first``."""
         begin = row * self.table.shape[1]
         self._changed.update((begin + i, page) for i, page in enumerate(self._rows[row][first:], first))
 

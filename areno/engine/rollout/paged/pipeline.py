@@ -72,7 +72,6 @@ class DecodePipeline:
         )
 
     def _source(self, sequence: Sequence) -> int:
-        """Return the sequence's row in the launched step; -1 if this step does not sample the sequence's next token."""
         flight = self._flight
         if flight is None or sequence not in flight.rows:
             return -1

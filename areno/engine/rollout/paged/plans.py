@@ -1,4 +1,4 @@
-"""Attention plans for a paged cache. These plans give the same results as the plans for a slot cache."""
+"""Attention plans for a paged cache. The results equal those of the plans in :mod:`~areno.engine.rollout.slot_cache`."""
 
 from __future__ import annotations
 
@@ -54,11 +54,6 @@ class PagedPrefillPlan(PrefillPlan):
 
     @cached_property
     def _context_cells(self) -> Tensor:
-        """The cache cells of all tokens to attend to.
-
-        A span is the part of a context that is prefilled now. A span attends to the context's tokens from the first token to
-        the end of the span. The result contains the cells of these tokens for the first span, then for the second, and so on.
-        """
         cells = []
         for span, stop in zip(self.spans, self._stops, strict=True):
             position = torch.arange(stop, device=self.device)
@@ -84,8 +79,8 @@ class PagedDecodePlan:
 
     Args:
         cache: the KV cache.
-        positions: position of each row's new token [rows]; -1 for padding rows, which write to the spare page.
-        columns: number of cache columns to attend to, greater than every position.
+        positions: position of each row's new token [rows]; -1 for padding rows, which write to the reserved page 0.
+        columns: number of token positions to attend to, greater than every entry of ``positions``.
     """
 
     def __init__(self, cache: PagedCache, positions: Tensor, columns: int) -> None:
