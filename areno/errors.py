@@ -52,7 +52,7 @@ class EngineError(ArenoError, RuntimeError):
 
 
 class GrammarError(EngineError):
-    """The grammar of one request failed while its response was generated."""
+    """The grammar that constrains the response to a request raised an exception during generation."""
 
 
 def exit_code(error: BaseException) -> int:

@@ -75,7 +75,7 @@ class SignedFormat:
         self._sent = self._received = 0
 
     def begins(self, start: bytes) -> bool:
-        """Whether a header can start with these bytes."""
+        """Whether ``start`` can be the header of a frame, or the first bytes of a header."""
         return True
 
     def written(self, body: bytes) -> tuple[bytes, bytes]:
@@ -124,9 +124,9 @@ class Frames:
 
     @classmethod
     def pair(cls, limit: int) -> tuple[Frames, socket.socket]:
-        """Create two connected sockets. Return one of them wrapped in a :class:`Frames`, and the other one unwrapped.
+        """Create two connected sockets, and return the first one wrapped in a :class:`Frames`.
 
-        The unwrapped socket is for another process, which must call :meth:`join` with the file descriptor of this socket.
+        The second socket is for another process, which must call :meth:`join` with the file descriptor of this socket.
         """
         ours, theirs = socket.socketpair()
         return cls.lead(ours, limit), theirs
@@ -141,7 +141,10 @@ class Frames:
 
     @classmethod
     def follow(cls, sock: socket.socket) -> Frames:
-        """Wrap the socket, and receive the key from the other end, which calls :meth:`lead`. Accept bodies of any size."""
+        """Wrap the socket, and receive the random key from the other end, which calls :meth:`lead`.
+
+        The size of received messages is not limited.
+        """
         return cls(sock, KeyedFormat(sock.recv(_KEY_BYTES, socket.MSG_WAITALL)), sys.maxsize)
 
     @classmethod

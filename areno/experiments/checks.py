@@ -75,7 +75,10 @@ def parser_problems(agent: AgentConfig) -> Iterator[str]:
 
 
 def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield a problem for each unknown parser, missing package and missing login. The check avoids slow imports."""
+    """Yield a problem for each unknown parser of the agent, each missing package, and each missing login to a tracking service.
+
+    The check avoids slow imports.
+    """
     if isinstance(config, PPOConfig):
         yield from parser_problems(config.rollout.agent)
         if config.rollout.agent.agent_cls_path and (missing := missing_packages("serve")):

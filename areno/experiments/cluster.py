@@ -1,4 +1,4 @@
-"""Determines the resources of an experiment's workers on a Ray cluster or in a Slurm job, and opens their launcher."""
+"""Determines the resources of an experiment's workers, and creates the launcher that starts the workers on Ray or Slurm."""
 
 import uuid
 from dataclasses import replace
@@ -52,8 +52,8 @@ def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
 def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | None:
     """Return the launcher for the workers of an experiment; None for an experiment on one machine.
 
-    In ``config``, :func:`areno.config.experiment.machine.resolve_for_machine` must already have replaced each ``auto`` and
-    each unset size. The caller must close the launcher.
+    ``config`` must already be resolved by :func:`areno.config.experiment.machine.resolve_for_machine`. The caller must
+    close the launcher.
 
     Raises:
         UsageError: the cluster has too few resources for the roles.
@@ -107,7 +107,10 @@ def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool) -> Role
 
 
 def name_options(config: BaseExperimentConfig) -> NameOptions:
-    """Return the options of the name store. By default, the files of the store are below ``cluster.fileroot``."""
+    """Return the options of the name service (:mod:`areno.name_resolve`).
+
+    By default, the files of the name service are below ``cluster.fileroot``.
+    """
     section = config.cluster.name_resolve
     root, entry = section.nfs_record_root, settings_of(NameResolveConfig)["nfs_record_root"]
     if root in (entry.default, entry.info.documented):  # the default is local to one machine

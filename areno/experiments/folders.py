@@ -115,7 +115,7 @@ class ExperimentFolders:
         return RunDirectory(self.logs, EXPERIMENT)
 
     def create(self) -> RunDirectory:
-        """Create the checkpoint directory, the run directory, and the link to the checkpoints.
+        """Create the checkpoint directory, and the run directory with a link to the checkpoint directory.
 
         Raises:
             UsageError: a directory cannot be created.

@@ -33,8 +33,7 @@ _MICROBATCH, _CONCURRENT = "actor.mb_spec.max_tokens_per_mb", "rollout.max_concu
 class ExperimentSizes(Sizes):
     """The sizes that determine the memory of an engine in ``areno run``.
 
-    In the experiment configuration ``config``, :func:`resolve_for_machine` must already have replaced each ``auto`` and each
-    unset size.
+    The experiment configuration ``config`` must already be resolved by :func:`resolve_for_machine`.
     """
 
     def __init__(self, config: Any, engine: EngineConfig, layout: Layout, generates: bool) -> None:
@@ -61,8 +60,8 @@ class ExperimentSizes(Sizes):
     def roles(self) -> list[HeldRole]:
         """Return the models that need memory for weights in addition to the actor's weights.
 
-        A frozen model needs no additional memory if it shares its weights with another frozen model of the list, or with
-        the frozen base model under the actor's LoRA adapter.
+        Frozen models with the same path share their weights, so only the first of them is returned. If the actor trains a
+        LoRA adapter, a frozen model with the actor's path is omitted, because it shares the weights under the adapter.
         """
         config, held = self.experiment, []
         if not self.trains:
@@ -137,8 +136,8 @@ class ExperimentPlan:
     def needed(self) -> int:
         """Peak memory in bytes.
 
-        If ``together`` is set, both plans use the same memory. The result is then the sum of the peak memory of both plans
-        and the memory ``transfer`` for weight transfers. Otherwise, the result is the larger peak memory of the two plans.
+        If ``together`` is set, the result is the sum of the peak memory of both plans and the memory ``transfer`` for weight
+        transfers. Otherwise, the result is the larger peak memory of the two plans.
         """
         needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
         return sum(needs) + self.transfer if self.together else max(needs)
@@ -189,8 +188,8 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
     """Return the peak memory in bytes of the training rank that needs the most memory.
 
-    Only the memory of tensors is included. The result complements the memory plan, which ignores FSDP and pipeline stages.
-    If the layout has neither FSDP nor pipeline stages, the memory plan suffices, and the result is 0.
+    Only the memory of tensors is included. The result is 0 for a layout with neither FSDP nor pipeline stages, for which
+    a :class:`MemoryPlan` suffices.
     """
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:
@@ -213,13 +212,15 @@ def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
 
 
 def _running(config: PPOConfig, replicas: int) -> dict[str, Any]:
-    """Return the engine options for generation. The concurrent samples are divided among the replicas."""
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     return {"max_running": max(-(-running // replicas), 1)}
 
 
 def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
-    """Yield changes of settings that reduce memory, least costly first. ``longest`` is the length of the longest row."""
+    """Yield changes of settings that reduce memory, starting with those that have the smallest effect on speed and results.
+
+    ``longest`` is the length of the longest row.
+    """
     actor = config.actor
     if not actor.gradient_checkpointing:
         yield {"actor.gradient_checkpointing": "true"}

@@ -50,7 +50,7 @@ class ReplayPPOTrainer(PPOTrainer):
         super().__init__(config, workflow_is_named=True)
 
     def find_checkpoint(self, checkpoints: Checkpoints) -> Path | None:
-        """Return the checkpoint of the replayed run."""
+        """Return the checkpoint from which the replay starts; None for the initial model."""
         return self.replay.checkpoint
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
@@ -68,7 +68,7 @@ class ReplayPPOTrainer(PPOTrainer):
         ExperimentTrainer.load_part_states(self, parts, checkpoint)
 
     def prepare(self) -> None:
-        """Continue from the step of the recorded rows, even if the weights are from another step."""
+        """Set the step count to the step of the recorded rows, even if the weights are from an earlier step."""
         self.state.step = self.replay.step
 
     def data_size(self) -> dict[str, int]:
@@ -76,7 +76,7 @@ class ReplayPPOTrainer(PPOTrainer):
         return {}
 
     def total_steps(self) -> int:
-        """Return the total number of completed steps at the end of the replay, including the steps before the replay."""
+        """Return the number of steps before the recorded step plus the number of the replay's updates."""
         return self.replay.step + self.replay.updates
 
     def steps(self) -> Iterator[PlannedStep]:

@@ -1,4 +1,4 @@
-"""Runs an experiment from its command line."""
+"""Runs experiments, for ``areno run`` and for the legacy programs ``main_async_ppo.py`` and ``main_sync_ppo.py``."""
 
 import logging
 import sys

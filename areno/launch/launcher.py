@@ -30,7 +30,7 @@ class Task:
     """A worker process to start.
 
     Attributes:
-        role, number: role and index of the worker. The launcher knows the resources of each role.
+        role, number: role and index of the worker. The role determines the worker's :class:`RoleNeed`.
         module: Python module that the worker runs. It must call :func:`areno.launch.links.dial`, which connects the worker to
             the process that started the worker.
         environment: environment variables in addition to the inherited variables.
@@ -77,7 +77,7 @@ class RoleNeed:
         return None if self.mem is None else self.mem * max(self.gpu, 1)
 
     def span(self, holder: "RoleNeed") -> int:
-        """Return the number of workers of ``holder`` that share their cores and GPUs with one worker of this role.
+        """Return the number of workers of ``holder`` whose cores and GPUs one worker of this role also uses.
 
         This role must be colocated with the role ``holder``. If ``span`` is the returned number, worker ``n`` of this role
         uses the GPUs of ``span`` consecutive workers of ``holder``, starting with worker ``n * span``.
@@ -100,10 +100,6 @@ class RoleNeed:
         return words
 
     def _python(self, default: str) -> list[str]:
-        """Return the command that starts Python: the words of ``cmd`` before the option ``-m``.
-
-        If these words are only ``python`` or ``python3``, or if there are none, the command starts the interpreter ``default``.
-        """
         words = shlex.split(self.cmd or "")
         if "-m" in words:
             words = words[: words.index("-m")]

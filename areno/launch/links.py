@@ -93,7 +93,7 @@ class Listener:
         self._expected.pop(name, None)
 
     def environment(self, name: str) -> dict[str, str]:
-        """Return the environment variables with which a worker connects under the name ``name``."""
+        """Return the environment variables with which the worker ``name`` connects to this listener."""
         return {LINK: f"{self.address}/{name}", KEY: self._key.hex()}
 
     def close(self) -> None:

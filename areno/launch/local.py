@@ -23,7 +23,10 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 
 class LocalLauncher:
-    """See :class:`areno.launch.launcher.Launcher`. Applies the roles' environments and commands, but reserves no resources."""
+    """See :class:`areno.launch.launcher.Launcher`.
+
+    A task gets the environment variables and the command of its role's :class:`RoleNeed`, but no resources are reserved.
+    """
 
     names: Names | None = None
     host = "127.0.0.1"
@@ -50,10 +53,10 @@ class LocalLauncher:
         return started
 
     def resize(self, role: str, workers: int) -> None:
-        """Do nothing, because resources are not reserved."""
+        """Do nothing, because this launcher reserves no resources."""
 
     def close(self) -> None:
-        """Do nothing, because a task exits when its connection is closed."""
+        """Do nothing, because a task exits once the caller of :meth:`start` closes the task's connection."""
 
     def _start(self, task: Task) -> LinkedTask:
         need = self.needs.get(task.role, RoleNeed())

@@ -83,7 +83,7 @@ def _allowed(role: str, need: RoleNeed, nodes: Sequence[str]) -> list[str]:
 
 
 def most_on_a_node(needs: Mapping[str, RoleNeed], placed: Placement) -> tuple[int, int, int]:
-    """Return the maximum number of cores, of GPUs and of GB of memory that the workers need on a single node."""
+    """Return the maxima, over the nodes, of the workers' cores, GPUs and GB of memory. The maxima may be on different nodes."""
     cores, gpus, memory = dict[str, int](), dict[str, int](), dict[str, int]()
     for role, nodes in placed.items():
         for node in nodes:

@@ -61,8 +61,8 @@ def full_index(shape: Sequence[int]) -> Index:
 def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[StatePart]:
     """Split a range of a flattened tensor into rectangular shards.
 
-    ``values`` [N] are the entries of the range, which begins at ``start``. ``index`` is the :data:`Index` of the tensor
-    before flattening. The flattened tensor may itself be a shard.
+    ``values`` [N] are the entries of the range, which begins at ``start``. ``index`` describes the tensor before
+    flattening; see :data:`Index`. The flattened tensor may itself be a shard.
     """
     for box in _boxes_of_range([len(axis) for axis in index], start, start + len(values)):
         shape = [part.stop - part.start for part in box]
@@ -94,7 +94,7 @@ def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], p
 
 
 def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the ``state.json`` fields of all pipeline stages. Tied parameters occur in several stages, all others in one."""
+    """Merge the ``state.json`` fields of all pipeline stages. A tied parameter occurs in several stages, but is listed once."""
     counts = {name: count for stage in stages for name, count in stage["counts"].items()}
     names = list(dict.fromkeys(n for stage in stages for n in stage["names"]))
     return stages[0] | {"names": names, "counts": counts, "masters": any(stage["masters"] for stage in stages)}
@@ -105,7 +105,7 @@ class SavedState:
 
     The run that reads the state may have another parallel layout than the run that wrote the state.
 
-    Raises OSError, ValueError or SafetensorError if the folder is missing or damaged.
+    The constructor raises OSError, ValueError or SafetensorError if the folder is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -160,7 +160,7 @@ class SavedState:
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Compute the overlap of a saved chunk and a box. A box is a part of the shard to read; see :func:`_boxes`.
+    """Compute the overlap of a saved chunk with one box of a shard; see :func:`_boxes`.
 
     ``local`` are the slices of the box in the shard, and ``offsets`` are the offsets of the box in the unsharded tensor.
     Yield the slices of the overlap in the shard, and its slices in the chunk. Yield nothing if there is no overlap.
@@ -194,7 +194,7 @@ def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Split a range of a flattened tensor into boxes, and yield the boxes in order."""
+    """Split a range of a flattened tensor into parts that are rectangular in ``shape``, and yield the slices of each part."""
     if start >= stop:
         return
     if len(shape) <= 1:

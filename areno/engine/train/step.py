@@ -59,7 +59,8 @@ MAX_TOKENS, MAX_TOKENS_CUDA = 3072, 8192
 def most_tokens(device_type: str) -> int:
     """Return the maximum number of tokens of a forward pass on a device type.
 
-    The maximum applies only to losses that declare their unit (token, sequence or pair).
+    The maximum applies only if the loss declares the unit that it averages over (token, sequence or pair). For other
+    losses, a division into smaller passes may change the result.
     """
     return MAX_TOKENS_CUDA if device_type == "cuda" else MAX_TOKENS
 
@@ -88,7 +89,6 @@ class _Measured:
         self.passes.append((weight, entries))
 
     def totals(self) -> tuple[float, Sums]:
-        """Read all recorded tensors at once, and return the weighted sum of the losses and the merged statistics."""
         numbers = iter(read_all(self.values))
         loss_sum, sums = 0.0, Sums()
         for weight, entries in self.passes:
@@ -140,15 +140,15 @@ class TrainStep:
                 a single optimizer step uses all rows.
 
         Returns:
-            Scalar statistics. ``logp_*`` are from the first optimizer step, and ``lr`` is from the last optimizer step.
-            All other statistics are means over the optimizer steps of this call.
+            Scalar statistics by name, averaged over the optimizer steps of this call. Exceptions: statistics whose
+            names begin with ``logp_`` are from the first step, and the learning rate ``lr`` is from the last step.
 
         Raises:
             ValueError: there are no rows, some rows lack a per-token list that other rows have, the rows cannot be
                 divided as requested, ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is
                 set for a reward model.
-            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates. With loss scaling, only
-                updates with the minimum loss scale count.
+            EngineError: the gradient was not finite in ``max_skipped`` consecutive updates. With loss scaling, updates
+                are counted only while the loss scale is at its minimum, because a larger scale may be the cause.
         """
         unit = reduction_of(loss_fn)
         if not rows:
@@ -172,9 +172,9 @@ class TrainStep:
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
         """Compute gradients over this replica's rows, and discard the gradients, to check whether memory suffices.
 
-        Even with tree training, common prefixes are computed separately for each row. The rows are synthetic and share
-        unrealistically long prefixes, so computing them once would underestimate the memory. Without FSDP, this method
-        does not communicate with other replicas, and therefore also works if another replica has failed.
+        This method never uses tree training, which computes a common prefix of several rows only once: the rows are
+        synthetic and share unrealistically long prefixes, so tree training would underestimate the memory. Without FSDP,
+        this method does not communicate with other replicas, and therefore also works if another replica has failed.
         """
         self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, tree=False))
         try:
@@ -341,7 +341,6 @@ class TrainStep:
     def _loss_of(
         self, batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the loss and the statistics for ``rows``. For a policy, also record log-probs and clip flags."""
         loss, metrics = checked_output(loss_fn(batch.data, predicted), loss_fn)
         flags = {name: value for name, value in metrics.items() if isinstance(value, TokenFlags)}
         if self.kind == "policy":
@@ -383,7 +382,6 @@ class TrainStep:
 
     @property
     def _scale(self) -> float:
-        """The loss scale, by which gradients are divided; 1 without loss scaling."""
         return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
 
     def set_training(self, training: bool, recompute: bool = True) -> None:
@@ -425,8 +423,8 @@ class TrainStep:
     ) -> Iterator[Sequence[TrainSequence]]:
         """Divide rows into microbatches, one for each forward pass.
 
-        An integer ``mini_bs`` limits the rows of a microbatch. If the loss also declares its unit (token, sequence or pair),
-        smaller microbatches do not change the result, so :func:`most_tokens` limits the tokens of a microbatch.
+        An integer ``mini_bs`` limits the rows of a microbatch. If the loss declares the unit that it averages over (token,
+        sequence or pair), :func:`most_tokens` also limits the tokens, because the division does not affect the result.
         """
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
@@ -444,7 +442,6 @@ def _backward_of_nothing(predicted: Tensor) -> None:
 
 
 def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Average each statistic over the optimizer steps that report the statistic."""
     by_name: dict[str, list[float]] = {}
     for name, value in ((name, value) for result in results for name, value in result.items()):
         by_name.setdefault(name, []).append(value)

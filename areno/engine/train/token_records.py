@@ -13,9 +13,9 @@ from areno.types import TokenRecord, TrainSequence
 
 
 class TokenRecords:
-    """Stores the log-probs and clip flags that this rank has computed for observed rows since the last call of :meth:`take`.
+    """Stores the log-probs and clip flags that this rank has computed since the last call of :meth:`take`.
 
-    A row is observed if its attribute ``observed`` is not -1.
+    A row's attribute ``observed`` is the number of its record, or -1 if no record of the row is kept.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class TokenRecords:
         """Record the log-probs and clip flags of a forward pass over ``rows``.
 
         ``logprobs`` and ``clipped`` have one entry for each token of the concatenated rows, except for the first token of each
-        row. Rows whose attribute ``observed`` is -1, and rows that already have a record, are skipped.
+        row. Rows whose ``observed`` is -1, and rows that already have a record, are skipped.
         """
         start = 0
         for row in rows:

@@ -2,8 +2,9 @@
 
 A step of reinforcement learning is ``PPOTrainer.run_step`` in ``rl``:
 
-1. rollout: :class:`areno.rollouts.dispatcher.BatchDispatcher` returns a batch of episodes; ``workflows`` creates the workflow
-2. reward: the workflow has set the rewards, or a reward model sets them
+1. rollout: :class:`areno.rollouts.dispatcher.BatchDispatcher` runs the workflow that ``workflows`` has created, and returns a
+   batch of episodes
+2. reward: either the workflow sets the rewards during the rollout, or a reward model sets them afterwards
 3. advantage and update: :mod:`areno.training.objectives.policy`, with settings and loss from ``update``
 4. new weights: ``update_weights`` of :class:`areno.rollouts.fleet.fleet.RolloutFleet` sends the weights to the replicas
 

@@ -49,9 +49,10 @@ _ROWS_PER_PASS = 8
 
 
 def family_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each model on the Hugging Face Hub that does not have the configured ``model_type``.
+    """Yield an error message for each configured Hugging Face Hub model whose type differs from the setting ``model_type``.
 
-    For each model that has the configured ``model_type``, yield an empty string. Only configurations are downloaded.
+    For each model without a problem, yield an empty string, which :meth:`areno.config.parser.Problems.raise_all` ignores.
+    Only the configurations of the models are downloaded.
     """
     for path, _, section in walk(config):
         if (
@@ -171,7 +172,7 @@ def _deterministic(section: TrainEngineConfig) -> bool:
 
 
 def optimizer_of(section: TrainEngineConfig) -> OptimizerOptions:
-    """Return the optimizer options of a section. Each update sets the learning rate according to :func:`schedule_of`."""
+    """Return the optimizer options of a section, without the learning-rate schedule, which :func:`schedule_of` returns."""
     if section.optimizer is None:
         return OptimizerOptions()
     config, loss_scale = section.optimizer, None

@@ -1,4 +1,4 @@
-"""Base class of the trainers of ``areno run``, which opens the run directory, the log, the tracking services and the engine.
+"""The base class of the trainers of ``areno run`` opens the run directory, the log, the tracking services and the engine.
 
 Subclasses define a step (:meth:`ExperimentTrainer.run_step`) and the measurements of an evaluation. The loop is in
 :class:`areno.training.loop.TrainingLoop`.
@@ -70,13 +70,13 @@ def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = Fal
 class ExperimentTrainer(TrainingLoop):
     """Base class of the trainers, for use as a context manager.
 
-    A dataset that is None is loaded from the source that its configuration section names.
+    If ``train_dataset`` or ``valid_dataset`` is None, the dataset of the configuration section with this name is loaded.
     """
 
     saver: Saver
     actor_trains: ClassVar[str] = "policy"
     needs: Needs | None = None
-    """Contents of a row: a prompt, a prompt with a response, or a pair; None if the workflow determines the contents."""
+    """Required contents of a dataset row: a prompt, a prompt with a response, or a pair. None if the workflow defines them."""
     section: ClassVar[str] = "ppo_actor"
     """Prefix of the names of training statistics, such as ``ppo_actor`` in ``ppo_actor/update/grad_norm``."""
     logger = _log
@@ -138,7 +138,7 @@ class ExperimentTrainer(TrainingLoop):
         return {name: f"{self.section}/{name}" for name in ("loss", "grad_norm", "update_skipped", "loss_scale")}
 
     def _set_environment(self) -> None:
-        """Set environment variables, which ranks inherit, and the number of PyTorch threads of this process."""
+        """Apply the actor's ``scheduling_spec`` to this process. Ranks inherit the environment variables."""
         spec = self.config.actor.scheduling_spec[0]
         variables = spec.environment()
         before = {name: os.environ.get(name) for name in variables}
@@ -183,7 +183,7 @@ class ExperimentTrainer(TrainingLoop):
             raise DataError(problem)
 
     def _open_services(self) -> list[TrackingService]:
-        """Open the tracking services. The trainer opens them before it loads a model, to report a missing login early."""
+        """Open the tracking services, before a model is loaded, so that a missing login to a service is reported early."""
         loggers = self.config.stats_logger
         return open_services(
             RunName(self.config.experiment_name, self.config.trial_name, public_dict(self.config)),
@@ -283,7 +283,7 @@ class ExperimentTrainer(TrainingLoop):
     def steps(self) -> Iterator[PlannedStep]:
         """Yield the steps in order. The batch of a step is only a :class:`StepInfo`, without rows.
 
-        :meth:`run_step` fetches the rows itself, because the rollout may run ahead and read the rows of later steps.
+        :meth:`run_step` reads the rows itself, because a rollout that runs ahead also needs the rows of later steps.
         """
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step, state.step, self.rows.steps_per_epoch, self._total_steps)
@@ -300,7 +300,7 @@ class ExperimentTrainer(TrainingLoop):
             yield
 
     def end(self) -> None:
-        """Save the models of the last step, unless they are already saved, and write the summary."""
+        """Save the trained models, if the last step has not saved them, and write the summary."""
         self._save_last_models()
         summary = {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
         self.run_dir.write_summary({**summary, "best_evaluation": self.state.best})

@@ -85,7 +85,7 @@ class ExperimentReporter(Reporter):
             super().show(step, outcome)
 
     def rewind(self, state: RunState) -> None:
-        """If no step is completed, delete the records that earlier attempts at this run wrote to its files.
+        """If the run starts at its first step, delete the records that earlier attempts wrote to the run's files.
 
         If the run resumes from a checkpoint, :meth:`load_state_dict` deletes the records of the steps after the checkpoint.
         """

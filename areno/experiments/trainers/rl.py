@@ -4,8 +4,8 @@ By default, separate processes generate while this process trains. Alternatively
 generation and training. A training step has these stages:
 
     generate a batch of trajectories -> convert it to rows -> score the rows with the reference, critic and teacher models
-      and with the weights before the update -> compute advantages -> take optimizer steps -> send the new weights to the
-      replicas -> save models -> evaluate -> record statistics -> write a recovery checkpoint
+      and with the actor's weights before the update -> compute advantages -> take optimizer steps -> send the new weights to
+      the replicas -> save models -> evaluate -> record statistics -> write a recovery checkpoint
 
 With separate processes, the next batches are generated while the model trains on a batch. Generation may be ahead of training
 by at most ``rollout.max_head_offpolicyness`` weight versions.
@@ -179,12 +179,10 @@ class PPOTrainer(ExperimentTrainer):
         return actor.path, replace(engine, trains="nothing", shares_device=shares_devices(config))
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
-        """Check the inference servers, then load the model and open the engine."""
         self._server = engines.server_options(self.config, self.machine.gpus > 0)
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
-        """Return the engine options for routing replay and, if the actor's engine also generates, for generation."""
         routing = {"return_routed_experts": self.config.rollout.return_routed_experts}
         return routing | (self._generation_options() if takes_turns(self.config) else {})
 
@@ -275,7 +273,8 @@ class PPOTrainer(ExperimentTrainer):
 
         Args:
             workflow: workflow as an object, a class or a name. If None, the ``workflow`` section is used.
-            eval_workflow: workflow of evaluations. If None, ``workflow`` is used with ``eval_gconfig``.
+            eval_workflow: workflow of evaluations. If None, ``workflow`` is used, with the sampling parameters of the
+                ``eval_gconfig`` section.
             workflow_kwargs: keyword arguments of ``workflow``.
             eval_workflow_kwargs: keyword arguments of the evaluation's workflow. If neither ``eval_workflow`` nor
                 ``eval_workflow_kwargs`` is given, ``workflow_kwargs`` apply.
@@ -322,7 +321,6 @@ class PPOTrainer(ExperimentTrainer):
         return StepOutcome(rows, numbers, rewards=rewards, sequences=sequences, sample=sample)
 
     def _score_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """If there is a reward model, replace the rewards in ``trajectories`` by the scores of this model."""
         if not self.config.reward_section.path or not trajectories:
             return
         tokens = [row["input_ids"] for trajectory in trajectories for row in samples_of(trajectory)]

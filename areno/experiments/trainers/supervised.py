@@ -136,7 +136,7 @@ class DPOTrainer(SupervisedExperimentTrainer):
     def prepare(self) -> None:
         """Set the reference log-probs of all rows.
 
-        If ``actor.algorithm`` is set, do nothing, because no algorithm that this setting can select uses a reference model.
+        If ``actor.algorithm`` selects an algorithm, do nothing, because none of these algorithms uses a reference model.
         """
         if self.config.actor.algorithm:
             return
@@ -163,8 +163,8 @@ def preference_loss(actor: DPOEngineConfig) -> LossFn:
     If ``actor.algorithm`` is set, return the loss of this algorithm. If :func:`areno.loss_fns.units.mean_loss` created this
     loss, the names of its statistics are replaced by the names that the DPO loss uses.
 
-    Otherwise, ``actor.loss_type`` selects the loss. IPO compares log-probs averaged per token, so its target 1 / (2 beta) does
-    not depend on the length.
+    If ``actor.algorithm`` is not set, ``actor.loss_type`` selects the loss. IPO compares log-probs averaged per token, so its
+    target 1 / (2 beta) does not depend on the length.
     """
     if actor.algorithm:
         spec, options = named_algorithm(actor)

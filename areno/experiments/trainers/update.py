@@ -52,7 +52,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
     """Return the settings of the two stages before the optimizer steps: scoring the rows, and shaping their rewards.
 
     Raises:
-        UsageError: the teacher's server does not respond.
+        UsageError: ``teacher.path`` is the address of a server that does not respond.
     """
     scorers = {}
     if config.teacher is not None and is_address(config.teacher.path):
@@ -81,7 +81,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
 
 
 def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.partial[Any]:
-    """Return the loss of ``actor.algorithm`` or, without an algorithm, the policy loss, with its options bound."""
+    """Return the loss of ``actor.algorithm``, or the policy loss if no algorithm is set. The options of the loss are bound."""
     loss: Any = policy_loss_fn
     if actor.algorithm:
         spec, options = named_algorithm(actor)
@@ -117,7 +117,7 @@ def shaping_of(actor: PPOActorConfig, reward: RewardConfig) -> RewardShaping:
 
 
 def from_settings(cls: type[T], *sections: Any, **others: Any) -> T:
-    """Create an instance of the dataclass ``cls`` from the settings that have the names of its fields.
+    """Create an instance of the dataclass ``cls``. Settings determine the values of the fields with the same names.
 
     Args:
         cls: dataclass.
