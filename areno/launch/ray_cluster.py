@@ -76,7 +76,7 @@ class TaskHost:
         return str(ray.util.get_node_ip_address())
 
     def devices(self) -> str:
-        """Return ``CUDA_VISIBLE_DEVICES`` of this actor."""
+        """Return ``CUDA_VISIBLE_DEVICES`` of the actor's process."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     @staticmethod

@@ -1,13 +1,14 @@
 """Losses and advantages, independent of trainer, engine and I/O.
 
-- ``loss_interface``: inputs and outputs of a loss, and ``reduces_over``.
+- ``loss_interface``: inputs and outputs of a loss. ``reduces_over`` declares the unit that a loss averages over.
 - ``gspo``, ``grpo``, ``ppo``, ``value`` (critics), ``sft``, ``dpo``, ``reward_model``: one loss each.
 - ``policy_loss``: one configurable policy loss, for ``areno run`` and for most files in ``areno/algorithms``.
 - ``clipping``: importance ratios, clipping, averages and statistics for all policy losses; ``kl``: KL estimators.
 - ``proximal``: approximations of the proximal policy; ``rejection``: rejection sampling of stale tokens.
 - ``advantages``: the estimators that the option ``--advantage`` selects.
-- ``shaping``: token advantages from rewards, with ``gae`` and ``norm``.
-- ``stats``: statistics that are aggregated exactly over microbatches; ``units``: losses that are means over tokens or pairs.
+- ``shaping``: token advantages from rewards; ``gae`` and ``norm``: the modules that it uses for GAE and normalization.
+- ``stats``: statistics that are aggregated exactly over microbatches.
+- ``units``: a decorator for losses that are the mean of one number per token, sequence or pair.
 
 To add a loss, write a function with the interface of ``loss_interface``. Then declare an ``AlgorithmSpec`` that uses this
 function. The spec is either the variable ``SPEC`` of a new file ``areno/algorithms/<name>.py``, such as ``gmpo.py``, or

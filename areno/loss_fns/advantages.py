@@ -1,8 +1,8 @@
 """Advantage estimators, which compute one advantage per sample from the rewards of a group or of a batch.
 
 An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step. ``groups`` contains the prompt
-index of each sample. Equal rewards always give advantages of exactly 0, so that rounding errors never become a learning
-signal. ``ValueError`` is raised if lengths differ, or if a reward is not finite.
+index of each sample. If all rewards of the group or of the batch are equal, all their advantages are exactly 0, so that
+rounding errors never become a learning signal. ``ValueError`` is raised if lengths differ, or if a reward is not finite.
 """
 
 import math
@@ -23,7 +23,6 @@ def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> lis
 
 
 def _centered(rewards: Sequence[float]) -> list[float]:
-    """Subtract the mean from the rewards. If all rewards are equal, the results are exactly 0."""
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)

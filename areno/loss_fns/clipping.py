@@ -42,7 +42,7 @@ class Clip:
 
     @classmethod
     def open(cls, eps: float, eps_high: float | None = None, dual: float | None = None) -> Clip:
-        """Create bounds. Raise ValueError if ``eps`` or ``eps_high`` is 0 or negative."""
+        """Create a :class:`Clip`. Unlike the constructor, raise ValueError also if ``eps`` or ``eps_high`` is 0."""
         for name, width in (("clip_eps", eps), ("clip_eps_high", eps_high)):
             if width is not None and not width > 0:
                 raise ValueError(f"{name} must be above 0, got {width}")
@@ -62,7 +62,7 @@ class Clip:
         """Compute the clipped loss -min(r A, clip(r) A) elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
         If ``dual`` is set, the loss is at most ``dual * abs(A)`` where A < 0. A ratio that equals a bound keeps its
-        full gradient, even if both bounds are 1.
+        full gradient. This matters with ``eps=0`` (M2PO): both bounds are then 1, like the ratio at the start of an update.
         """
         bounded = torch.where(self.is_high(ratio, advantage), self.high, ratio)
         bounded = torch.where(self.is_low(ratio, advantage), self.low, bounded)
@@ -91,7 +91,7 @@ class Clip:
         return self.is_high(ratio, advantage) | self.is_low(ratio, advantage) | self.is_dual(ratio, advantage)
 
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
-        """Compute the fraction of entries under ``mask`` whose gradient is removed by a bound.
+        """Compute the fraction of ratios under ``mask`` whose gradient the upper, lower or dual bound makes 0.
 
         The result has one fraction for all bounds together, and one fraction for each bound.
         """
@@ -128,7 +128,7 @@ def over_tokens(values: Tensor, pack: DataPack) -> Mean:
 
 
 def over_sequences(values: Tensor) -> Mean:
-    """Compute the mean of ``values``, which has one entry per sequence, with gradient."""
+    """Compute the mean over all sequences, with gradient. ``values`` has one entry per sequence."""
     return Mean(values.sum(), torch.tensor(len(values)))
 
 

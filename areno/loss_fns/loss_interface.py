@@ -26,7 +26,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class DataPack(TypedDict, total=False):
     """Keys of ``data_pack``. A key such as ``packed_advantages`` is missing if the rows have no ``advantages``.
 
-    A tensor of shape [A] has one entry for each token of the microbatch, except for the first token of each sequence.
+    A tensor of shape [A] has one entry for each token of the microbatch, except for the first token of each sequence,
+    which is never predicted (action axis, see the module).
     """
 
     packed_response_mask: Tensor  # bool [A], tokens that count
@@ -84,9 +85,10 @@ def reduces_over(
         unit: the unit, or a function that computes the unit from options of the loss. The function receives a
             dictionary: the keyword arguments that the caller has bound to the loss with ``functools.partial``. Without
             bound arguments, the dictionary is empty.
-        entropy: request ``packed_entropy``, which costs one more pass over the logits.
-        bounds: request ``packed_min_logits`` and ``packed_max_logits``, which together cost one more pass over the
-            logits.
+        entropy: whether the loss reads ``packed_entropy`` from its :class:`DataPack`. If so, the engine computes it with
+            one more pass over the logits.
+        bounds: whether the loss reads ``packed_min_logits`` and ``packed_max_logits``. If so, the engine computes both
+            with one more pass over the logits.
     """
 
     def declare(fn: F) -> F:
@@ -109,23 +111,24 @@ def reduction_of(loss_fn: LossFn) -> Reduction:
 def declares_reduction(loss_fn: LossFn) -> bool:
     """Return whether a loss declares the unit that it averages over (``token``, ``sequence`` or ``pair``).
 
-    If so, the engine may divide the rows of a step into any microbatches that do not separate a pair.
+    The result of a loss that declares its unit does not depend on the microbatches. The engine may therefore divide the
+    rows of a step freely, as long as it keeps pairs together.
     """
     return hasattr(_unwrapped(loss_fn)[0], "reduction")
 
 
 def reads_entropy(loss_fn: LossFn) -> bool:
-    """Return whether a loss requests ``packed_entropy``."""
+    """Return whether a loss requests ``packed_entropy`` (see :class:`DataPack`)."""
     return bool(getattr(_unwrapped(loss_fn)[0], "reads_entropy", False))
 
 
 def reads_bounds(loss_fn: LossFn) -> bool:
-    """Return whether a loss requests ``packed_min_logits`` and ``packed_max_logits``."""
+    """Return whether a loss requests ``packed_min_logits`` and ``packed_max_logits`` (see :class:`DataPack`)."""
     return bool(getattr(_unwrapped(loss_fn)[0], "reads_bounds", False))
 
 
 def name_of(loss_fn: LossFn) -> str:
-    """Return the name of a loss for messages."""
+    """Return the name of a loss, for use in messages."""
     inner = _unwrapped(loss_fn)[0]
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
@@ -136,7 +139,6 @@ def knobs_of(loss_fn: LossFn) -> Any:
 
 
 def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
-    """Return the function inside nested partials, and the keyword arguments that the partials bind."""
     bound: dict[str, Any] = {}
     while isinstance(loss_fn, functools.partial):
         bound = loss_fn.keywords | bound
@@ -145,7 +147,10 @@ def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
 
 
 def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
-    """Return ``pack[key]``. If the pack has no ``key``, raise a ValueError that names ``reader`` and contains ``remedy``."""
+    """Return ``pack[key]``. If the pack has no ``key``, raise ValueError.
+
+    The message names what needs the key (``reader``), and tells the user what to do (``remedy``).
+    """
     if key not in pack:
         raise ValueError(f"{reader} needs {key}, which this batch lacks; {remedy}")
     return pack[key]  # type: ignore[literal-required,no-any-return]

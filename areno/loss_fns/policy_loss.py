@@ -36,7 +36,8 @@ from areno.loss_fns.stats import Count, Mean, TokenFlags, masked_range
 class PolicyLossConfig(PolicyLossOptions):
     """Picklable settings of :func:`policy_loss_fn`.
 
-    If ``m2_threshold`` is set, the data pack must have ``packed_keep``, which is True for the tokens that M2PO keeps.
+    If ``m2_threshold`` is set, the data pack must have ``packed_keep``: True for each token that M2PO keeps (see
+    :func:`~areno.loss_fns.shaping.select_by_second_moment`).
 
     Raises:
         ValueError: a setting is out of range, contradicts another setting, or would have no effect.
@@ -110,11 +111,11 @@ def policy_loss_fn(
     ``importance_sampling_level`` is ``sequence``, rho is the geometric mean of pi / pi_p over the tokens of the sequence,
     and A is the mean of their advantages. Masked tokens do not count in these means. The loss l_t of a token is
 
-    - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A), at most -c_clip A where A < 0
-      (Schulman et al. 2017, arXiv:1707.06347; DAPO arXiv:2503.14476; GSPO arXiv:2507.18071),
-    - SAPO: -(4 / tau) sigmoid(tau (rho - 1)) A (Gao et al. 2025, arXiv:2511.20347), where tau is ``sapo_tau_pos`` if
-      A > 0 and ``sapo_tau_neg`` if A <= 0,
-    - CISPO: -sg[clip(rho, ...)] A log pi, where sg stops the gradient.
+    - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A) (Schulman et al. 2017, arXiv:1707.06347; DAPO
+      arXiv:2503.14476; GSPO arXiv:2507.18071). If ``c_clip`` is set, l_t is at most -c_clip A where A < 0.
+    - SAPO: -(4 / tau) sigmoid(tau (rho - 1)) A (Gao et al. 2025, arXiv:2511.20347). tau is ``sapo_tau_pos`` if A > 0
+      and ``sapo_tau_neg`` if A <= 0.
+    - CISPO: -sg[clip(rho, 1 - eps_clip, 1 + eps_clip_higher)] A log pi. sg stops the gradient.
 
     By default pi_p is the behavior policy, which sampled the tokens, and w = 1. In the decoupled loss, pi_p is the
     proximal policy and w = pi_p / pi_behavior. Optional ``rejection_sampling`` masks tokens or clamps w. If
@@ -137,8 +138,8 @@ def policy_loss_fn(
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
-        Loss, the statistics that every policy loss reports, and the statistics documented for experiments
-        (``importance_weight``, ``approx_kl``, ..., each with ``/avg``, ``/min`` and ``/max``).
+        Loss and statistics: those that every policy loss reports, and those that docs/statistics.md lists for
+        ``areno run``, such as ``importance_weight/avg``, ``importance_weight/min`` and ``importance_weight/max``.
 
     Raises:
         ValueError: the pack lacks a tensor that the settings need, or ``version`` is missing.

@@ -30,9 +30,9 @@ def ppo_loss_fn(
     kl_loss_coef: float = 0.001,
     kl_loss_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Compute L = mean over tokens t of l_t + kl_loss_coef KL_t.
+    """Compute the mean of l_t + kl_loss_coef KL_t over the response tokens t.
 
-    The clipped loss is l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t). Where A_t < 0, l_t is at most
+    The clipped loss of token t is l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t). Where A_t < 0, l_t is at most
     clip_ratio_c abs(A_t) (dual clip, Ye et al. 2020, arXiv:1912.09729). The importance ratio is r_t = pi(t) /
     pi_old(t), and ``packed_logprobs`` contains log pi_old. KL_t is the KL divergence to the reference policy, or to
     pi_old if the batch has no reference log-probs.

@@ -72,11 +72,13 @@ def approximation_metrics(
     ``proximal`` contains the exact log-probs, which a forward pass computed.
 
     All metric names begin with ``compute_logp/``. The metrics include the exact log-probs and the metrics of
-    :func:`divergences`. For each approximation, the metrics also include:
+    :func:`divergences`. For each approximation, the metrics also include three quantities and their errors:
 
-    - the approximated log-probs, and their errors relative to ``proximal``,
-    - the importance ratios pi_proximal / pi_behavior and pi / pi_proximal with the approximated log-probs of the proximal
-      policy, and the differences between these ratios and the ratios with the exact log-probs.
+    - the approximated log-probs l of the proximal policy,
+    - the importance ratio exp(l - ``behavior``),
+    - the importance ratio exp(``current`` - l).
+
+    The exact quantities, from which the errors are measured, use ``proximal`` in place of l.
     """
     behavior, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behavior, current, proximal))
     d = behavior - proximal

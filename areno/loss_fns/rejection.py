@@ -34,8 +34,8 @@ class RejectionSampling(RejectionSamplingConfig):
     - ``kl_k1``: d
     - ``kl_k2``: d^2 / 2
     - ``kl_k3``: r - log r - 1
-    - ``binary_kl`` (KPop): the larger of the two KL divergences between the policies, where all tokens except the
-      sampled token count as one token
+    - ``binary_kl`` (the metric of KPop): the larger of KL(pi_proximal || pi_behavior) and KL(pi_behavior ||
+      pi_proximal), each over two outcomes: the sampled token, and any other token
 
     Raises:
         ValueError: ``level``, ``action``, ``metric`` or ``agg`` has an unknown value, or a bound is invalid.
@@ -90,10 +90,7 @@ def behavior_weights(
 
 
 def _aggregate(values: Tensor, agg: str, pack: DataPack) -> Tensor:
-    """Compute the maximum, sum or mean (``agg``) of the values over the response tokens of each sequence.
-
-    The result has the shape [packed_num_sequences]. It is 0 for a sequence without response tokens.
-    """
+    """Aggregate over the response tokens of each sequence. The result is 0 for a sequence without response tokens."""
     mask = pack["packed_response_mask"]
     ids, values = pack["packed_seq_ids"][mask], values[mask]
     zeros = values.new_zeros(pack["packed_num_sequences"])

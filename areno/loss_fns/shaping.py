@@ -1,10 +1,11 @@
 """Reward shaping: converts task rewards to per-token advantages.
 
-The optional first step normalizes the parts of each task reward, and uses their weighted sum as the task reward. Next, the
-overlong penalty, bias, scaling and clip are applied, and the rewards are normalized over samples. The result is the shaped
-reward R'. The last trained token gets R' plus its KL reward. All earlier trained tokens get only their KL rewards. Finally,
-GAE runs over the trained tokens, and the advantages are normalized over tokens. GAE skips untrained tokens (prompts and
-tool results), so untrained tokens add no discount.
+If ``part_weights`` is set, each reward part (such as correctness or format) is first standardized within each group, and the
+weighted sum of the standardized parts replaces the task reward. Next, the overlong penalty, bias, scaling and clip are
+applied, and the rewards are normalized over samples. The result is the shaped reward R'. The last trained token gets R' plus
+its KL reward. All earlier trained tokens get only their KL rewards. Finally, GAE runs over the trained tokens, and the
+advantages are normalized over tokens. GAE skips untrained tokens (prompts and tool results), so untrained tokens add no
+discount.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,10 +47,10 @@ class RewardShaping:
     tokens.
 
     With ``mask_no_eos_with_zero``, the task reward and the advantages of a truncated answer are 0, and ``adv_norm``
-    ignores the answer. :func:`untruncated` removes truncated rows from an update.
+    ignores the answer. Trainers also omit truncated answers from the update (see :func:`untruncated`).
 
-    With ``bootstrap_truncated`` and a critic, the return after the last token of a truncated answer is the critic's value
-    after this token. In all other cases, the return after the last token is 0.
+    GAE needs a value after the last trained token. For a truncated answer, this value comes from the critic if there is a
+    critic and ``bootstrap_truncated`` is set. In all other cases, the value is 0.
 
     Raises:
         ValueError: a setting is out of range, or a setting of the overlong penalty is missing.
@@ -119,7 +120,7 @@ class RewardShaping:
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """Rewards of segments. A segment is a set of tokens, such as a turn or several whole rows."""
+    """Rewards of segments: sets of tokens that share one reward, such as the tokens of a turn or of several rows."""
 
     rewards: Sequence[float]  # reward of each segment
     groups: Sequence[int]  # comparison group of each segment
@@ -222,10 +223,6 @@ def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
 
 
 def _normalize(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
-    """Normalize advantages over the trained tokens.
-
-    With ``mask_no_eos_with_zero``, truncated answers are ignored, and their advantages become 0.
-    """
     masked = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
     if shaping.adv_norm is not None:
         flat = torch.tensor(list(chain.from_iterable(row.advantages for row in rows)), dtype=torch.float64)
@@ -320,8 +317,8 @@ def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
 def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
     """Return statistics of the staleness of the trained tokens, named ``version_stats/...``.
 
-    ``version`` is the weight version that the update produces (the engine's version plus one). The proximal policy has
-    version ``version - 1``.
+    ``version`` is the weight version that the update produces (the engine's version plus one). Staleness is
+    measured relative to this version (``theta`` in the names) and to the version before the update (``proximal``).
     """
     for index, row in enumerate(rows):
         if not row.versions:

@@ -1,8 +1,8 @@
 """Statistics that are aggregated exactly over microbatches.
 
 A loss reports statistics as objects of the classes in this module, such as :class:`Mean`. The engine merges the parts of
-these objects (sums, counts, minima and maxima) over the optimizer step and all ranks, and converts the result to scalars. A
-plain number in the metrics is averaged over the microbatches with the same weights as the loss.
+these objects (sums, counts, minima and maxima) over the optimizer step and all ranks, and converts the result to scalars. If a
+loss reports a plain number instead, the engine averages it over the microbatches, each with the same weight as for the loss.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ Parts = list[float]
 class Mean:
     """Sum and count of the values of a statistic.
 
-    The engine reports the mean (the sum divided by the count). The name of the reported mean is the statistic's key in the
-    metrics of the loss.
+    The engine reports the mean (the sum divided by the count) under the key of the statistic in the metrics of the loss.
     """
 
     total: Tensor
@@ -61,10 +60,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A count, which is summed over all microbatches of the optimizer step.
-
-    The name of the reported sum is the statistic's key in the metrics of the loss.
-    """
+    """A count. The engine reports its sum over all microbatches of the optimizer step."""
 
     total: Tensor
 
@@ -89,7 +85,7 @@ def parts_of(statistic: Statistic) -> tuple[str, list[Tensor]]:
 
 
 def merge_parts(kind: str, left: Parts, right: Parts) -> Parts:
-    """Merge the parts that two microbatches or ranks reported for one statistic."""
+    """Merge the parts of one statistic (such as sum and count) from two microbatches or ranks."""
     merged = [a + b for a, b in zip(left, right, strict=True)]
     if kind == "range":
         merged[2:] = [min(left[2], right[2]), max(left[3], right[3])]

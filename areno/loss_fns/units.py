@@ -28,8 +28,9 @@ Summary = Literal["mean", "range", "count"]
 Names = Mapping[str, tuple[str, Summary]]
 """Maps the name of each reported statistic to a pair: a quantity and a summary.
 
-The quantity is a key of the dictionary that a unit function returns. The statistic summarizes the values of this quantity: the
-summary ``mean`` is their mean, ``range`` is their mean, minimum and maximum, and ``count`` is the number of units with a value.
+The quantity is a key of the dictionary that a unit function (:data:`UnitsFn`) returns. The statistic summarizes the values of
+this quantity: the summary ``mean`` is their mean, ``range`` is their mean, minimum and maximum, and ``count`` is the number of
+units with a value.
 """
 
 
@@ -39,10 +40,10 @@ def of_all(values: Tensor) -> Quantity:
 
 
 def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
-    """Create a decorator for a function that returns a dictionary of :class:`Quantity` objects.
+    """Create a decorator that turns a unit function, which returns a dictionary of quantities, into a loss.
 
-    The decorated function is a loss: it computes the mean of the dictionary's entry ``loss`` over all tokens, sequences or
-    pairs (``unit``). ``names`` determines the statistics that the loss reports.
+    The loss is the mean of the quantity ``loss``, which has one number per ``unit``. The loss also reports a statistic for
+    each entry of ``names`` (see :data:`Names`).
     """
 
     def decorate(units: UnitsFn) -> LossFn:
@@ -59,8 +60,8 @@ def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
 def with_names(loss_fn: LossFn, names: Names, **options: Any) -> LossFn:
     """Bind options to a loss made by :func:`mean_loss`, and report the loss's statistics under other names.
 
-    ``names`` maps the new names to quantities (see :data:`Names`). An entry of ``names`` is ignored if its quantity is not
-    among the quantities that the loss computes.
+    ``names`` maps the new names to quantities (see :data:`Names`). Names of quantities that the loss does not
+    compute are ignored.
     """
     return functools.partial(_renamed, loss_fn=loss_fn, names=names, **options)
 

@@ -28,11 +28,7 @@ CRITIC_NAMES: Names = {
     "old_value": ("old_value_mean", "range"),
     "target_value": ("value_target_mean", "range"),
 }
-"""The critic's statistics in experiments.
-
-Maps the name of each statistic to a pair (see :data:`~areno.loss_fns.units.Names`): a key of the dictionary that
-``value_loss_fn.units`` returns, and the summary ``range``, which reports the mean, minimum and maximum of the per-token values.
-"""
+"""Names of the critic's statistics in ``areno run``."""
 
 
 @mean_loss("token", _NAMES)
@@ -53,8 +49,8 @@ def value_loss_fn(
 
     Returns:
         Loss and the statistics value_loss (the loss), value_clipfrac, value_mse, value_pred_mean, value_target_mean,
-        old_value_mean and value_abs_error_mean. ``value_loss_fn.units`` returns the quantities before
-        averaging: the loss and all of these statistics except value_loss, each per token.
+        old_value_mean and value_abs_error_mean. ``value_loss_fn.units`` returns these
+        quantities for each token, before averaging, with the key ``loss`` instead of value_loss.
 
     Raises:
         ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.

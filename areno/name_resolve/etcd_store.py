@@ -1,7 +1,7 @@
 """Stores names in etcd, through its HTTP gateway. Each value with a time to live has a separate lease.
 
-An etcd lease lasts a whole number of seconds, at least two. A value exists up to half a second longer than its lease. After a
-restart, an etcd server still has its values, and renews all leases.
+An etcd lease lasts a whole number of seconds, at least two. etcd deletes a value up to half a second after its lease has
+expired. After a restart, an etcd server still has its values, and renews all leases.
 """
 
 import base64
@@ -89,7 +89,7 @@ class EtcdStore:
         return [name for name in names if is_under(name, root)]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`NameStore`. If the lease has expired while etcd was unreachable, the value is written again."""
+        """See :class:`NameStore`. If the value has expired while etcd was unreachable, write the value again."""
         lease, text = self._leases.get(name, (None, ""))
         if lease is None:
             return False

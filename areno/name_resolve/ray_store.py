@@ -23,7 +23,7 @@ def connect(setting: str) -> Any:
     """Connect this process to the Ray cluster at ``RAY_ADDRESS``, or to the cluster of this machine. Return the module ``ray``.
 
     Raises:
-        UsageError: Ray is not installed, there is no cluster, or the cluster rejects the token. The message contains
+        UsageError: Ray is not installed, there is no cluster, or authentication fails. The message contains
             ``setting``, the name of the setting that requires Ray.
     """
     try:
@@ -59,10 +59,6 @@ class _StoreActor(MemoryStore):
         self._results: OrderedDict[str, Any] = OrderedDict()
 
     def run(self, call_id: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the store, and return the result.
-
-        If a call with the same id was executed before, only return the result of that call.
-        """
         if call_id not in self._results:
             self._results[call_id] = getattr(self, method)(*arguments)
             if len(self._results) > _KEPT_RESULTS:

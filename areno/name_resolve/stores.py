@@ -121,14 +121,13 @@ class FileStore:
     """Stores names as files ``{root}/{name}/.entry``. Folders are created when needed.
 
     A file is written under a temporary name and then linked or renamed. Readers therefore never see a partial file.
-    Without ``replace``, only one of two concurrent writers succeeds.
 
     A writer holds a lock, so that other threads and processes of the same operating-system user cannot write at the same
     time. Without the lock, two writers could find the same expired value, and the second writer would delete the new value
     of the first writer. Each user has a separate lock file, so processes of different users do not exclude each other.
 
-    A file contains JSON with the value, the time to live in seconds and a unique mark. The time to live starts at the
-    file's modification time, which :meth:`touch` renews.
+    A file contains JSON with the value, the time to live in seconds and a unique mark, by which a process recognizes a
+    value that it has written. The time to live starts at the file's modification time, which :meth:`touch` renews.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -196,7 +195,6 @@ class FileStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock that prevents other threads and processes of this user from writing."""
         with (self.root / f".lock-{os.getuid()}").open("a") as lock:
             with contextlib.suppress(OSError):  # some cluster file systems have no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)

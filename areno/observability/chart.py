@@ -13,8 +13,8 @@ from typing import IO, NamedTuple, TextIO
 class _Glyphs(NamedTuple):
     """Characters of a line chart.
 
-    Where the line falls, the first character of ``down`` marks the row that the line leaves, and the second character marks
-    the row that the line reaches. Where the line rises, the two characters of ``up`` are used in the same way.
+    In a column where the line falls, ``down[0]`` marks the upper row, and ``down[1]`` marks the lower row. In a column where
+    the line rises, ``up[0]`` marks the lower row, and ``up[1]`` marks the upper row.
     """
 
     flat: str
@@ -106,10 +106,6 @@ def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
 
 
 def _columns(values: Sequence[float], width: int) -> list[float | None]:
-    """Divide the values into ``width`` columns, and return the mean of each column; None for a column without finite values.
-
-    Values that are not finite are ignored.
-    """
     columns: list[float | None] = []
     for i in range(width if values else 0):
         start = i * len(values) // width
@@ -120,7 +116,6 @@ def _columns(values: Sequence[float], width: int) -> list[float | None]:
 
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
-    """Return the row of ``value``, counted from 0 at the bottom. All values of a constant series are in the middle row."""
     return round((value - low) / (high - low) * (levels - 1)) if high > low else levels // 2
 
 

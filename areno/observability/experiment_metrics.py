@@ -1,6 +1,6 @@
 """Lists the statistics of experiments with their meanings. ``docs/statistics.md`` is generated from this list.
 
-The logger also exports some statistics under shorter names, which ``SHORT_NAMES`` and ``MEANS`` list.
+The logger also exports the statistics in ``SHORT_NAMES`` and ``MEANS`` under shorter names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ class Statistic:
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Names of the exported numbers."""
+        """Names of the numbers that the statistic exports (see :data:`Exported`)."""
         return (
             (self.name,)
             if self.exported == "number"
@@ -303,7 +303,8 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
 )
 """Sections of the list of statistics.
 
-Each section has a title, a prefix of the names, the kind of exported numbers, and pairs of name and meaning.
+Each section has a title, the prefix of its statistics' names, what its statistics export, and the name (without prefix) and
+the meaning of each statistic.
 """
 
 

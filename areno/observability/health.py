@@ -23,7 +23,7 @@ LOGPROB_GAP_LIMIT_FP32 = 1e-3
 """The limit on the mean |rollout - train log-prob| if rollout and training compute in fp32."""
 _LOSS_IS_ZERO = 1e-6
 PARTS_WINDOW = 20
-"""Number of steps over which reward parts are compared."""
+"""Number of latest steps in which the monitor looks for reward parts that move in opposite directions."""
 _OPPOSED = -0.7  # correlation of two parts' means; reached by chance in one of a few thousand windows
 _RISES = 0.5  # correlation of the mean reward with the step
 _REWARD = ""  # key of the mean reward, next to the keys of its parts
@@ -42,8 +42,7 @@ def gap_limit_of(*, fp32: bool, stale: bool) -> float:
 def gap_remedy(limit: float) -> str:
     """Return the remedy for a log-prob gap (mean |rollout - train log-prob|) above ``limit``.
 
-    The remedy does not suggest fewer optimizer steps per batch. The gap is measured only in the first optimizer step of a
-    batch, so later optimizer steps of the batch do not affect it.
+    Fewer optimizer steps per batch are not a remedy: the gap is measured only in the first optimizer step of a batch.
     """
     first = (
         "Check that rollout and training have the same weights and --temperature"
@@ -74,10 +73,10 @@ class HealthMonitor:
         logprob_gap_limit: the monitor warns if the mean absolute difference between rollout and train log-probs exceeds
             this limit.
         grouped: whether advantages are relative to the mean of their group. Such advantages sum to zero, so the loss is near
-            0.
+            0, which :meth:`explain` explains to the user.
         max_new_tokens: maximum length of a response, in tokens; None if unknown.
-        settings: maps options of ``areno train`` to the corresponding settings of an experiment (``areno run``). In each
-            warning, these options are replaced by their settings. If None, the warnings name the options.
+        settings: maps options of ``areno train`` to the corresponding settings of an experiment (``areno run``). The
+            warnings then name the settings instead of the options.
 
     Raises:
         ValueError: ``window`` is below 1.
@@ -245,10 +244,6 @@ class HealthMonitor:
 
     @property
     def _moved(self) -> int:
-        """Compare the last mean reward with the mean rewards of the first ``window`` steps.
-
-        1 if the last mean is above all of the first means, -1 if it is below all of them, else 0.
-        """
         if len(self._start) < self._window or _REWARD not in self._parts[-1]:
             return 0
         mean = self._parts[-1][_REWARD]
@@ -283,10 +278,6 @@ class HealthMonitor:
         )
 
     def _limit(self, length: float | None) -> tuple[str, str]:
-        """Return the name of the limit that truncated the responses, and the option that raises this limit.
-
-        ``length`` is the mean length of the responses.
-        """
         if length is not None and self._max_new_tokens is not None and length < self._max_new_tokens:
             return "the context length", "--max-context-len (or lower --max-prompt-tokens)"
         return "the token limit", "--max-new-tokens"

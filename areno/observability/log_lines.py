@@ -21,10 +21,6 @@ def _line(form: str) -> Callable[..., None]:
 
 
 def _stage(name: str, default_role: Role = "policy") -> Callable[..., None]:
-    """Return a function that logs ``epoch=0 step=0 role=policy stage=...``.
-
-    If ``rows`` or ``pairs`` is passed, the line ends with the number, such as ``rows=8``.
-    """
 
     def write(
         logger: Logger,
@@ -91,7 +87,7 @@ def agentic_filtered(
 ) -> None:
     """Log ``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``.
 
-    ``lengths`` has the token count of each filtered trajectory and must not be empty. ``top`` describes the longest filtered
+    ``lengths`` has the token count of each removed trajectory, and must not be empty. ``top`` describes the longest removed
     trajectories.
     """
     ordered = sorted(lengths)

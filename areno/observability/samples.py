@@ -51,12 +51,12 @@ def sample_records(
     *,
     trajectories: Sequence[Trajectory] | None = None,
 ) -> list[dict[str, Any]]:
-    """Build the records for ``RunDirectory.append_samples``: best, worst and first sample of the first prompts.
+    """Build the records for ``RunDirectory.append_samples`` from the samples that :func:`pick` selects.
 
     Args:
         records: all samples of the step. Their ``metadata`` has the prompt index, the sample index and the finish reason.
         trajectories: for each sample, a function that returns its training rows. Only the functions of selected samples are
-            called. Training rows are recorded sample by sample, as long as they have at most `MAX_TOKENS` tokens in total.
+            called. Rows are recorded sample by sample, until the next sample would exceed ``MAX_TOKENS`` tokens in total.
 
     Returns:
         One dictionary per selected sample, in the order of ``records``. Each dictionary has ``step, prompt_index,
@@ -115,9 +115,9 @@ def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str
 
 
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
-    """Assign a number to each training row whose tokens will be recorded.
+    """Assign numbers to the training rows of the samples that :func:`pick` selects, up to ``MAX_TOKENS`` tokens in total.
 
-    For these rows, the engine records the log-prob of each token, and whether clipping removed the token's gradient.
+    For the numbered rows, the engine records the log-prob of each token, and whether clipping removed the token's gradient.
 
     Args:
         prompts: the prompt index of each sample.
@@ -143,8 +143,8 @@ def row_records(
     """Build the same records as :func:`sample_records`, but from training rows. Each row is one sample.
 
     Args:
-        prompts: prompt index of each group of rows.
-        computed: maps the number of a row (see :func:`observe`) to the values that training computed for its tokens.
+        prompts: prompt index of each group (see :func:`reward_records`).
+        computed: values that training computed for the tokens of a row, by the row number that :func:`observe` assigned.
         data: data row of each group; empty if the data rows are unknown.
     """
     advantages = []
@@ -164,7 +164,7 @@ def reward_records(
     """Convert training rows to samples.
 
     Rows with the same ``row.group`` have the same prompt: ``prompts[group]`` is the index of the prompt, and ``data[group]`` is
-    its data row. If ``data`` is empty, the data rows are unknown.
+    its data row. If ``data`` is empty, the samples have no data row.
     """
     counts: Counter[int] = Counter()
     records = []
@@ -349,7 +349,6 @@ def _logprob_mean(record: RewardRecord) -> float | None:
 
 
 def _rewarded(record: RewardRecord, reward: float | None) -> dict[str, Any]:
-    """Return the entries of a sample's record that describe its answer and its reward."""
     parts = parts_of(reward)
     return {
         "reward": reward,
@@ -363,10 +362,6 @@ def _rewarded(record: RewardRecord, reward: float | None) -> dict[str, Any]:
 
 
 def _data(record: RewardRecord) -> dict[str, Any]:
-    """Return ``{"data": fields}`` with the first ``_DATA_FIELDS`` fields of a sample's data row.
-
-    The prompt is left out, and long values are shortened. If no fields remain, return ``{}``.
-    """
     fields = {
         str(name): bounded(value if isinstance(value, str) else _TEXT.repr(value), _DATA_CHARS - _MARK_CHARS)
         for name, value in record.source_record.items()

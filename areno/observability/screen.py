@@ -77,7 +77,7 @@ class RunHeading:
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """The sample of the latest step that the display shows."""
+    """A sample of the latest step, which the display shows."""
 
     prompt: str
     completion: str
@@ -101,8 +101,8 @@ class MemoryUse:
 class ScreenState:
     """The contents of the display.
 
-    ``trends`` contains the values over the steps of the mean reward (key ``reward``) and of the loss (key ``loss``). A key is
-    missing if no step has reported its statistic. ``parts`` maps the name of each reward part to the trend of its mean.
+    ``trends`` maps ``reward`` to the trend of the mean reward, and ``loss`` to the trend of the loss. A key
+    is missing if no step has reported its statistic. ``parts`` maps the name of each reward part to the trend of its mean.
     """
 
     heading: RunHeading = field(default_factory=RunHeading)
@@ -249,7 +249,6 @@ class _Layout:
         return self._line("update", *((piece, "") for piece in pieces)) if pieces else None
 
     def _gap(self, gap: float) -> Line:
-        """Lay out the log-prob gap between rollout and training. If the run has a limit, compare the gap with the limit."""
         limit = self.state.heading.gap_limit
         if math.isinf(limit):
             return self._line("log-probs", (f"gap {gap:.1e}", ""))
@@ -274,7 +273,6 @@ class _Layout:
         return self._line("memory", (used, ""), (free, "bold yellow" if short else ""))
 
     def _warning(self, text: str) -> list[Line]:
-        """Lay out the first sentence of a warning (the problem), then its other sentences (the remedy)."""
         problem, *remedy = _SENTENCE_END.split(self._clean(text), maxsplit=1)
         first, second = (1 if remedy else 2, 2) if self.is_tight else (4, 8)
         lines = [(line, "yellow") for line in self._wrap(problem, first)]
@@ -282,7 +280,6 @@ class _Layout:
         return [self._line("" if position else "warning", line) for position, line in enumerate(lines)]
 
     def _sample(self, sample: ShownSample) -> list[Line]:
-        """Lay out the reward and the end of the prompt on one line, and the answer on the following lines."""
         room = self.width - _LABEL_WIDTH
         reward = "" if sample.reward is None else f"reward {sample.reward:.3g}"
         prompt = self._end(sample.prompt, room - len(reward) - 3 * bool(reward))
@@ -291,7 +288,6 @@ class _Layout:
         return lines + [self._line("", (part, "")) for part in answer]
 
     def _line(self, label: str, *pieces: Piece) -> Line:
-        """Lay out a label and the pieces that fit on the line. The first piece is shortened if necessary."""
         line: Line = [self._label(label)]
         room = self.width - cell_len(line[0][0])
         for position, (text, style) in enumerate(piece for piece in pieces if piece[0]):
@@ -314,10 +310,6 @@ class _Layout:
         return set_cell_size(text, max(width - len(self.more), 0)).rstrip() + self.more[: max(width, 0)]
 
     def _end(self, text: str, width: int) -> str:
-        """Return the end of a text as one line of at most ``width`` cells.
-
-        If the beginning is omitted, the line starts with an ellipsis.
-        """
         tail = self._clean(text.rstrip()[-max(width, 1) :])
         if len(text.rstrip()) <= width and cell_len(tail) <= width:
             return tail
@@ -326,7 +318,6 @@ class _Layout:
         return self.more[: max(width, 0)] + tail
 
     def _limited(self, lines: list[str], limit: int) -> list[str]:
-        """Return at most ``limit`` lines. If lines are omitted, the last line ends with an ellipsis."""
         room = self.width - _LABEL_WIDTH
         if len(lines) <= limit:
             return lines
