@@ -36,15 +36,18 @@ class OpenAIClient:
         self._http: httpx.Client | None = None
 
     def model(self) -> str:
-        """Return the model's name on the server. Raises ServerError if the name must be requested, and the request fails."""
+        """Return the model's name. If the client has no name yet, the name is requested from the server.
+
+        Raises ServerError if this request fails.
+        """
         if self._model is None:
             self._model = self._listed()
         return self._model
 
     def check(self, description: str) -> None:
-        """Raise UsageError if the server does not list its models. The message starts with ``description``.
+        """Raise UsageError if a request for the server's list of models fails. The message starts with ``description``.
 
-        If ``model`` was set, a server that cannot list models is accepted.
+        If the client has a model name, the server need not support this request.
         """
         try:
             listed = self._listed()

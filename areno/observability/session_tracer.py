@@ -95,7 +95,7 @@ class SessionTracer:
     def session_context(self, task_id: int) -> Iterator[int]:
         """Open a session of the task ``task_id`` for the ``with`` block and for the asyncio tasks that the block starts.
 
-        If the block raises an exception, the session gets the status ``failed``, even if the task later succeeds.
+        If the block raises an exception, the session gets the status ``failed``.
         """
         session = _Session(task_id, next(self._session_ids), self._now())
         if not self.enabled:
@@ -149,7 +149,7 @@ class SessionTracer:
         self.flush()
 
     def flush(self, force: bool = False) -> None:
-        """Write the finished sessions if there are at least ``flush_threshold``. With ``force``, write any number of sessions.
+        """Write the finished sessions if there are at least ``flush_threshold`` of them, or if ``force`` is true.
 
         Raises ArenoError if the file cannot be written.
         """

@@ -38,7 +38,7 @@ class ReduceType(StrEnum):
 Part = tuple[str, float, float, float, float]
 """The contribution of a process to a statistic: reduce type, sum, count, minimum and maximum."""
 Parts = dict[str, Part]
-"""Contributions of a process to statistics, by the name of the statistic. The values can be sent as JSON."""
+"""Maps names of statistics to :data:`Part` tuples, which can be sent as JSON."""
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class StatsTracker:
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
-        """Add the duration of the block, in seconds, to ``timeperf/{key}``. :meth:`scope` adds no prefix to this name."""
+        """Add the duration of the block, in seconds, to the statistic ``timeperf/{key}``. Scopes add no prefix to its name."""
         start = self._clock()
         try:
             yield
@@ -237,7 +237,7 @@ def _merged(name: str, one: Part, other: Part) -> Part:
 def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
     """Compute the numbers to export, such as means, from ``parts``. Return a dictionary of names and values.
 
-    A statistic without values is exported only if it is a sum or a timing.
+    A sum or a timing without values is 0. Other statistics without values are omitted.
     """
     numbers: dict[str, float] = {}
     for name, (kind, total, count, minimum, maximum) in parts.items():

@@ -1,4 +1,4 @@
-"""Writes the statistics of each step of ``areno run`` to ``metrics.jsonl``, tracking services and the log.
+"""Writes the statistics of each step of ``areno run`` to ``metrics.jsonl``, to the log and to tracking services.
 
 The log has a table per step. The heading of the table (``Epoch 1/5 step 6/19 global step 6``) counts steps from 1, whereas
 files count steps from 0. The heading also has the duration of the step and the time since the start of the run, including the
@@ -21,7 +21,7 @@ _MIN_WIDTH = 36
 
 
 class StatsLogger:
-    """Reports the statistics of an experiment. :meth:`close` also closes ``services``. ``clock`` returns seconds."""
+    """Reports the statistics of an experiment. ``clock`` returns seconds."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class StatsLogger:
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
         """Report statistics that were measured before a step, usually before the first step.
 
-        The statistics are written to ``metrics.jsonl`` as a separate line with the step number ``step``. Services receive them
-        together with the statistics of the next finished step. If no step follows, services receive them when the logger is
-        closed. Raises ArenoError if the file cannot be written.
+        The statistics are written to ``metrics.jsonl`` as a separate line with the step number ``step``. Tracking services
+        receive them together with the statistics of the next finished step. If no step follows, the services receive them when
+        the logger is closed. Raises ArenoError if the file cannot be written.
         """
         self._unsent = without_counts(stats)
         _log.info("statistics before %s\n%s", f"global step {step + 1}" if step else "training", table(self._unsent))
@@ -99,7 +99,7 @@ class StatsLogger:
             )
 
     def close(self) -> None:
-        """Send the statistics passed to :meth:`before_step`, unless a step has already sent them, and close the services.
+        """Send the statistics from :meth:`before_step` that no :meth:`commit` has sent. Then close the tracking services.
 
         Further calls send nothing.
         """

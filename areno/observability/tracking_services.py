@@ -41,7 +41,8 @@ class TrackingService(Protocol):
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send numbers of a step. Consecutive calls may send further numbers of the same step.
 
-        A service that has already received later steps may record ``numbers`` under a larger step number than ``step``.
+        If a resumed run repeats a step that the service has already received, the service may record ``numbers`` under a later
+        step number.
         """
 
     def close(self) -> None:
@@ -344,5 +345,4 @@ def _mlflow(run: RunName, folder: Path, mode: str, section: MLflowConfig) -> Tra
 
 
 def _mlflow_name(name: str) -> str:
-    """Replace characters that MLflow does not accept in the names of metrics and parameters."""
     return re.sub(r"[^\w./: -]", "_", name)

@@ -13,10 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _Rows = tuple[tuple[str, str, str], ...]
-"""Rows of a table of metrics. A row has three texts: a name, a unit and a meaning.
-
-The name has no prefix (such as ``train/``). With braces, it stands for several metrics with the same unit (:func:`expanded`).
-"""
+"""Rows of a table of metrics. A row has three texts: a name without prefix (such as ``train/``), a unit and a meaning."""
 _SUMMARY = "{mean,std,min,max}"
 _GRADIENT = "grad_{zero,nonzero,total}"
 

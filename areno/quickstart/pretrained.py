@@ -45,7 +45,7 @@ _GRPO = {
 
 @dataclass(frozen=True, slots=True)
 class RealOutcome:
-    """Result of the quickstart. Its fields are the keys of ``summary.json``.
+    """Result of the quickstart, written to ``summary.json``.
 
     The task is to convert customers' orders (short texts) to JSON. ``exact_before`` and ``exact_after`` are the fractions of
     held-out orders that the model converts exactly, before and after training.
@@ -117,7 +117,6 @@ def default_model() -> str:
 
 
 def _check(model: str) -> None:
-    """Raise UsageError if a model is unreachable. The message suggests alternatives."""
     try:
         check_reachable(model)
     except UsageError as error:
@@ -128,7 +127,6 @@ def _check(model: str) -> None:
 
 
 def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Copy the files of the example, and write the data of the task. Return the held-out rows."""
     folder.mkdir(parents=True)
     for name in _FILES:
         shutil.copy(_example() / name, folder)

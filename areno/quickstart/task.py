@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem is reserved for evaluation. This depends only on the two numbers, not on the wording."""
+        """Whether the addition is reserved for evaluation, in all its wordings."""
         digest = hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
@@ -72,9 +72,9 @@ def problem_count() -> int:
 
 
 def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
-    """Draw ``count`` different additions: held-out additions if ``held_out`` is true, otherwise training additions.
+    """Draw ``count`` problems with distinct pairs of numbers: only held-out problems, or only training problems.
 
-    The wording of each addition is drawn with the relative frequencies ``weights``.
+    The wording of each problem is drawn with the relative frequencies ``weights``.
     """
     rng = random.Random(seed)
     wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]

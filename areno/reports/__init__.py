@@ -6,8 +6,7 @@
 - :mod:`verdict` judges a run, based on :mod:`evidence`: whether the run learned (:mod:`learning`), why it ended
   (:mod:`ending`), and its problems with remedies (:mod:`problems`, :mod:`reward_problems`, :mod:`overfitting`,
   :mod:`hacking`).
-- :mod:`trends` detects changes beyond noise. :mod:`advice` formats options with new values. :mod:`checkpoints` finds saved
-  models.
+- :mod:`trends` detects changes beyond noise. :mod:`advice` formats recommended options. :mod:`checkpoints` finds saved models.
 - :mod:`explanation` explains a metric and its normal values.
 - :mod:`compare`, :mod:`divergence` and :mod:`comparison_text` show how two runs differ, and in which step they first differ.
 - :mod:`plot` and :mod:`svg` draw curves of several runs. :mod:`export` writes metrics and samples of several runs as tables.

@@ -11,7 +11,11 @@ from areno.reports.svg import short
 
 
 class OptionAdvice:
-    """Formats options in the syntax of the command that started the run. Callers pass the names of ``areno train`` options."""
+    """Formats options in the syntax of the command that started the run.
+
+    The parameter ``option`` is always the name of an ``areno train`` option, such as ``--lr``. If ``areno run`` started the
+    run, the result has the corresponding setting, such as ``actor.optimizer.lr``.
+    """
 
     def __init__(self, run: RunData) -> None:
         self._config, self._is_experiment = run.config, run.is_experiment
@@ -31,7 +35,7 @@ class OptionAdvice:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def text(self, text: str) -> str:
-        """If ``areno run`` started the run, replace the ``areno train`` options in a text with the corresponding settings."""
+        """Replace ``areno train`` options in ``text`` with settings of ``areno run`` if this command started the run."""
         return in_settings(text) if self._is_experiment else text
 
     def assign(self, option: str, value: object) -> str:
@@ -39,9 +43,9 @@ class OptionAdvice:
         return f"{self.text(option)}{'=' if self._is_experiment else ' '}{value}"
 
     def scaled(self, option: str, factor: float) -> str:
-        """Return an option with ``factor`` times the value that the run used, such as ``--lr 0.0003 (now 0.001)``.
+        """Return an option with ``factor`` times its value in the run. Example for factor 0.3: ``--lr 0.0003 (now 0.001)``.
 
-        If this value is 0 or unknown, return only the option.
+        If the value in the run is 0 or unknown, return only the option.
         """
         value = self.number(option)
         if not value:
@@ -64,7 +68,7 @@ class OptionAdvice:
     def kl(self) -> str:
         """An option and its value, such as ``--kl-coef 0.01``. The option adds a KL penalty relative to the initial model.
 
-        If the run has no such option, the text is ``a KL term``.
+        ``a KL term`` if the run recorded no such option.
         """
         if self._is_experiment:
             return "actor.kl_loss_coef=0.01"

@@ -237,7 +237,6 @@ def _curves(a: RunData, b: RunData) -> Iterator[CurveDifference]:
 
 
 def _mean(values: np.ndarray) -> float:
-    """Return the mean of the finite values; NaN if no value is finite."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else float("nan")
 
@@ -247,10 +246,10 @@ def _causes(
 ) -> list[SettingDifference]:
     """Return the differences in settings and environment that may have caused the first difference in the results.
 
-    A setting may be the cause if it affects the phase in which the results first differ. If no such setting differs, the cause
-    may be in an earlier step whose metrics differ, but by no more than the tolerance: the weights of the runs may have differed
-    since then. If there is such an earlier step, all differing settings that may change results are returned. The environment
-    can affect sampled tokens, log-probs and the update.
+    A setting may be the cause if it affects the phase in which the results first differ. If no such setting differs, but the
+    metrics of an earlier step differ within the tolerance, all differing settings that may change results are returned: the
+    weights may have differed since that step. Differences in the environment are returned only for phases that the environment
+    can affect: sampled tokens, log-probs and the update.
     """
     if result.different is None:
         return []

@@ -24,7 +24,7 @@ RELATIVE = 1e-6
 Small differences also agree, see ``ABSOLUTE``.
 """
 ABSOLUTE = 1e-6
-"""Two values of a metric agree if their absolute difference is at most this number, even if it exceeds ``RELATIVE``.
+"""Two values of a metric agree if they differ by at most this number, even if the relative difference exceeds ``RELATIVE``.
 
 The number is the size of a rounding error of fp32 log-probs. For learning rates, only ``RELATIVE`` applies.
 """
@@ -95,7 +95,8 @@ class _Pair(NamedTuple):
 def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
     """Return the series of the metrics that both runs have, by name.
 
-    If ``areno train`` started one run and ``areno run`` the other, only ``KEYS`` and the reward parts are compared.
+    If ``areno train`` started one run and ``areno run`` the other, the metrics have different names. Then only the quantities
+    in :data:`~areno.reports.run_data.KEYS` and the reward parts are returned.
     """
     if a.is_experiment == b.is_experiment:
         return {name: (a.metrics[name], b.metrics[name]) for name in a.metrics.names if name in b.metrics}
@@ -155,17 +156,12 @@ _Test = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 
 
 def _first(pairs: Mapping[str, _Pair], test: _Test) -> int | None:
-    """Return the first step at which the test finds a difference in any metric; None if there is no such step."""
     steps = [pair.steps[test(name, pair.first, pair.second)] for name, pair in pairs.items()]
     firsts = [int(each[0]) for each in steps if len(each)]
     return min(firsts) if firsts else None
 
 
 def _metric_difference(step: int, pairs: Mapping[str, _Pair], test: _Test) -> StepDifference:
-    """Describe how two runs differ in a step.
-
-    The result lists the metrics for which ``test`` finds a difference, sorted by phase.
-    """
     differences = sorted(_at(step, pairs, test), key=lambda each: PHASES.index(each.phase))
     first = differences[0] if differences else None
     text = (
@@ -219,7 +215,8 @@ def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) ->
     phase is the first phase whose metrics differ:
 
     - The samples agree, or a run has recorded no samples of the step.
-    - The samples have the same prompts, but a metric of the phase ``prompts``, such as the number of prompts, differs.
+    - The recorded prompts agree, but a metric of the phase ``prompts`` differs, such as the number of prompts. A run may not
+      record all its prompts.
     """
     by_metrics = _metric_difference(step, pairs, _differs)
     samples = _samples(a, step), _samples(b, step)
@@ -284,7 +281,7 @@ def _ranked(samples: _Samples) -> _Samples:
 
 
 def _sample_difference(a: _Samples, b: _Samples, same_order: bool) -> tuple[str, str] | None:
-    """Return the first phase in which the samples of a step differ, with a description.
+    """Return the first phase (see ``PHASES``) in which the samples of a step differ, with a description.
 
     None if the samples agree, or if a run has recorded no samples of the step.
     """
@@ -325,11 +322,6 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
 
 
 def _prompts(samples: _Samples, with_tokens: set[tuple[int, int]]) -> dict[int, Any]:
-    """Return the prompts of a step, by their numbers.
-
-    ``with_tokens`` has the keys (prompt number, sample number) of the samples whose tokens both runs recorded. A prompt is
-    returned as a list of tokens if ``with_tokens`` has a sample of this prompt. Otherwise, the prompt is returned as a text.
-    """
     prompts: dict[int, Any] = {}
     for key in sorted(samples, key=lambda key: (key not in with_tokens, key)):
         flat = _flat(samples[key]) if key in with_tokens else None
@@ -343,10 +335,7 @@ def _text(samples: _Samples, prompt: int) -> str:
 
 
 def _agreement(x: _Flat, y: _Flat) -> tuple[int, float]:
-    """Compare two samples up to the first token that differs.
-
-    Return the number of common tokens, and the largest difference between log-probs of common sampled tokens.
-    """
+    """Return the length of the common prefix in tokens, and the largest log-prob difference of its sampled tokens."""
     pairs = zip(x.tokens, y.tokens, strict=False)
     length = next((i for i, (p, q) in enumerate(pairs) if p != q), min(len(x.tokens), len(y.tokens)))
     gaps = [abs(x.logprobs[i] - y.logprobs[i]) for i in range(length) if x.sampled[i] and y.sampled[i]]

@@ -106,11 +106,10 @@ class Evidence:
 
     @cached_property
     def broke(self) -> int | None:
-        """The step at which the reward of a run collapsed.
+        """The step at which the reward of a run collapsed; None if the reward did not collapse.
 
-        The threshold is (highest reward + mean reward over the last steps) / 2. From this step to the end of the run, the
-        reward does not exceed the threshold. None if the reward of the last step exceeds the threshold, or if no reward
-        exceeds it.
+        From this step to the end of the run, no reward exceeds the midpoint between the highest reward and the mean reward over
+        the last steps (see :func:`late_mean`).
         """
         steps, values = finite(self.run.series("reward"))
         if not len(values):
@@ -126,15 +125,15 @@ class Evidence:
     def lower_rate(self, step: int | None, factor: float) -> str:
         """Return the option ``--lr`` with a lower value.
 
-        The value is ``factor`` times the learning rate in ``step`` or ``factor`` times the run's ``--lr``, whichever is lower.
-        If neither rate is known, return only ``--lr``.
+        The value is ``factor`` times the lower of two learning rates: the rate in ``step`` and the run's ``--lr``. If neither
+        rate is known, return only ``--lr``.
         """
         lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)
         return self.advice.changed("--lr", factor * lowest) if lowest < math.inf else "--lr"
 
     @cached_property
     def tied(self) -> tuple[float, Indices]:
-        """Fraction of the last steps' prompts whose answers all have the same reward, and samples of these prompts.
+        """In the last steps, the fraction of prompts whose answers all have the same reward, and a sample of each such prompt.
 
         If each prompt has only one answer, the fraction is 0, and no samples are returned.
         """
@@ -145,11 +144,11 @@ class Evidence:
         return share if math.isnan(recorded) else recorded, indices
 
     def spread(self) -> tuple[str, ...]:
-        """Return the IDs of at most ``SHOWN`` samples of the last steps, evenly spaced in the order of recording."""
+        """Return the IDs of at most ``SHOWN`` evenly spaced samples of the last steps."""
         return self.ids(self.samples.spread(self.samples.late, SHOWN))
 
     def ids(self, indices: Sequence[int] | Indices) -> tuple[str, ...]:
-        """Return the IDs of the first ``SHOWN`` samples of ``indices``."""
+        """Return the IDs of the first samples in ``indices``, at most ``SHOWN``."""
         return self.samples.ids(indices[:SHOWN])
 
 

@@ -1,8 +1,8 @@
 """Finds a metric by its full or short name, for ``areno explain`` and for pages that show metrics.
 
 The module covers the metrics of ``areno train`` and of ``areno run``. Both commands use the same short names for the metrics of
-a weight update. So ``train/entropy`` (``areno train``) and ``ppo_actor/update/entropy`` (``areno run``) have the same
-explanation.
+a weight update. For example, ``train/entropy`` (``areno train``) and ``ppo_actor/update/entropy`` (``areno run``) have the
+short name ``entropy`` and the same explanation.
 """
 
 import re

@@ -19,9 +19,9 @@ from areno.reports.svg import short
 from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 
 AT_COST = 0.2
-"""Minimum fall of a reward part that indicates reward exploitation, as a fraction of the part's initial value.
+"""A fall of a reward part indicates exploitation of the reward only if it exceeds this fraction of the initial value.
 
-A policy that exploits its reward can raise one part of the reward at the cost of another part. Smaller falls are ignored.
+A policy that exploits its reward can raise one part of the reward at the cost of another part.
 """
 MOST = 0.5
 """Minimum fraction of repetitive answers that indicates exploitation of the reward.
@@ -31,20 +31,20 @@ The fraction counts only the best-rewarded answers of the last steps. The same m
 MORE = 0.3
 """Minimum increase of the fraction of repetitive answers, from the first to the last steps of the run.
 
-If the fraction rises less, the answers do not indicate exploitation of the reward: answers that are repetitive from the start
-are due to the model or the task. The same minimum applies to answers with equal texts.
+Answers that are repetitive from the start are due to the model or the task, and do not indicate exploitation of the reward. The
+same minimum applies to answers with equal texts.
 """
 SHORT_ANSWER = 20
 """Maximum length, in characters, of short answers such as yes or no.
 
-Many prompts may have the same correct short answer. So the fraction of equal answers that indicates exploitation is higher for
-short answers (``NEARLY_ALL``) than for longer answers (``MOST``).
+Many prompts may have the same correct short answer. So the minimum fraction of equal answers that indicates exploitation of the
+reward is ``NEARLY_ALL`` for short answers, and ``MOST`` for longer answers.
 """
 NEARLY_ALL = 0.9
 """Minimum fraction of equal short answers that indicates exploitation of the reward.
 
-The fraction is the number of answers with the same short text, divided by the number of best-rewarded answers in the last
-steps. ``SHORT_ANSWER`` is the maximum length of a short text.
+The fraction is that of the most frequent answer among the best-rewarded answers of the last steps. ``SHORT_ANSWER`` is the
+maximum length of a short answer.
 """
 
 
@@ -62,8 +62,9 @@ class _Sign:
 def hacking_problems(evidence: Evidence) -> list[RunProblem]:
     """Return the signs of an exploited reward as one problem; [] if there are no signs.
 
-    The text of the problem describes all signs. The key, the remedy and the samples of the problem are those of the most
-    important sign: opposed reward parts have priority over repetitive answers, and repetitive answers over equal answers.
+    The text of the problem describes all signs. The other fields are those of the most important sign. In order of
+    importance, the signs are reward parts that move in opposite directions, repetitive answers, and equal answers to different
+    prompts.
     """
     repetitive = _repetitive(evidence)
     candidates = (_opposed_parts(evidence, repeats=repetitive is not None), repetitive, _identical(evidence))

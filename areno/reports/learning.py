@@ -23,8 +23,8 @@ LOST = 0.5
 FOLLOWS = 0.5
 """Held-out data confirms a change of the training metric if (held-out change) / (training change) is at least this number.
 
-For example, the training reward rises by 0.4. Then a rise of the held-out reward by 0.2 is sufficient. The held-out rise need
-not exceed its noise.
+For example, if the training reward rises by 0.4, a rise of the held-out reward by 0.2 is sufficient, even if the noise of the
+evaluations is larger.
 """
 LOSS_NOISE = 0.002
 """Noise of a held-out loss, as a fraction of the loss. The noise is small, because all evaluations use the same examples."""
@@ -68,12 +68,12 @@ class Progress:
 
     @cached_property
     def train(self) -> SeriesTrend | None:
-        """Trend on the training data."""
+        """Trend of the training reward or loss."""
         return trend_of(self.run.series("reward" if self.by_reward else "loss"))
 
     @cached_property
     def held_out(self) -> SeriesTrend | None:
-        """Trend from the first to the last evaluation."""
+        """Trend of the held-out reward or loss, from the first to the last evaluation."""
         series = self.run.series("eval_reward" if self.by_reward else "eval_loss")
         return trend_of(series, noise=self._evaluation_noise(series), width=1)
 
@@ -132,8 +132,7 @@ class Progress:
     def flat_since(self) -> int | None:
         """First step whose evaluation differs from all later evaluations by no more than noise.
 
-        None if this step is in the second half of the run, or if fewer than three evaluations follow. Also None if
-        there are too few evaluations or no rewards.
+        None if this step is in the second half of the run, if fewer than three evaluations follow, or if there are no rewards.
         """
         trend, (steps, values) = self.held_out, finite(self.run.series("eval_reward"))
         if trend is None or not self.by_reward or len(values) < 4:
@@ -182,9 +181,10 @@ def learned(progress: Progress) -> Learned:
 
 
 def confirmed(progress: Progress) -> bool:
-    """Return whether held-out data confirms the change of the training reward or loss (see :data:`FOLLOWS`).
+    """Return whether held-out data confirms the change of the training reward or loss.
 
-    Return True if there is no held-out data.
+    True if the held-out reward or loss clearly improves, or if (held-out change) / (training change) is at least
+    :data:`FOLLOWS`. Also True if there is no held-out data.
     """
     train, held_out = progress.train, progress.held_out
     if held_out is None or progress.up(held_out):

@@ -11,7 +11,7 @@ from areno.reports.svg import short
 from areno.reports.trends import trend_of
 
 RISE = 1.02
-"""The held-out loss has risen if it exceeds this multiple of its minimum. The margin is ten times the noise of the loss."""
+"""The held-out loss has risen if it exceeds this multiple of its minimum. The margin of 2% is ten times ``LOSS_NOISE``."""
 LOST = 0.2
 """A model has memorized its data if (rise of the held-out loss) / (previous fall of the held-out loss) exceeds this number.
 
@@ -74,7 +74,6 @@ def contaminated(evidence: Evidence) -> RunProblem | None:
 
 
 def _stopping(evidence: Evidence) -> str:
-    """Recommend --keep-best and --early-stop-patience. Omit an option that the run has set."""
     options = {"--keep-best": "--keep-best", "--early-stop-patience": "--early-stop-patience 3"}
     missing = [text for option, text in options.items() if not evidence.advice.value(option)]
     return f", with {' and '.join(missing)}" if missing else ""
@@ -83,8 +82,7 @@ def _stopping(evidence: Evidence) -> str:
 def _passes(evidence: Evidence) -> float:
     """Return how often the policy was trained on each prompt, on average.
 
-    The function counts only recorded prompts. Uses of a prompt that were not recorded are missing from the count, so the true
-    average may be higher than the result.
+    The result is a lower bound, because a run may not record all its samples.
     """
     seen, different = evidence.samples.prompts
     epochs = evidence.run.summary.get("epochs")
@@ -104,8 +102,8 @@ def _repeated(evidence: Evidence, passes: float) -> str:
 def against_evaluation(evidence: Evidence) -> RunProblem | None:
     """Detect that the training reward rises while the evaluation reward falls.
 
-    The evaluation reward falls if its last value is clearly below its best value, or if later values are clearly below the
-    first value.
+    The evaluation reward falls if its last value is clearly below its best value, or if the values in the second half of the
+    evaluations are clearly below the first value.
     """
     train, held_out = evidence.progress.train, evidence.progress.held_out
     if not evidence.progress.by_reward or train is None or held_out is None or not evidence.reward_rises:

@@ -166,7 +166,7 @@ def _time_unit(runs: Runs) -> tuple[float, str]:
 def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
     """Return the steps, and the total number of tokens up to the end of each step.
 
-    For SFT and for experiments, these are the trained tokens. For other runs, these are the generated tokens.
+    Trained tokens are counted for SFT and for ``areno run``, generated tokens for other runs of ``areno train``.
     """
     name = next((name for name in _TOKENS if name in run.metrics), None)
     if name is not None:

@@ -24,7 +24,7 @@ from areno.reports.trends import finite, window
 GROWTH = 10.0
 """The gradient norm is exploding if it exceeds this multiple of its initial value.
 
-Smaller changes may only be differences between batches.
+Differences between batches can cause smaller growth.
 """
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
 """Limits for the length of the answers, as multiples of the initial length.
@@ -42,9 +42,15 @@ CLIPPED = 0.3
 STALE = 4.0
 """Mean staleness, in updates, above which samples come from a clearly different policy."""
 FAILED = 0.05
-"""If the reward function fails on more than this fraction of the answers, the remaining answers are a biased selection."""
+"""Fraction of answers whose reward computation failed, above which the failures are reported.
+
+These answers are dropped, so the run trains on a biased selection of its answers.
+"""
 EPISODES_FAILED = 0.2
-"""Fraction of failed episodes above which failures are reported. Agents usually fail on some prompts."""
+"""Fraction of failed episodes above which failures are reported.
+
+Fewer failures are normal, because agents usually fail on some prompts.
+"""
 _GAP_WARNING = re.compile(r"train log-prob\| is .*?, above ([\d.e-]+):")
 """Pattern of the health warning about the log-prob gap. Its group captures the limit above which the run warned."""
 
@@ -164,7 +170,6 @@ def _length_explosion(evidence: Evidence) -> RunProblem | None:
 
 
 def _late_by_length(evidence: Evidence) -> Indices:
-    """Return the samples of the last steps, sorted by length. The shortest sample comes first."""
     late = evidence.samples.late
     return late[np.argsort(evidence.samples.entries["tokens"][late], kind="stable")]
 

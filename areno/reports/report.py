@@ -136,7 +136,10 @@ class ReportRefresher:
         self._due = time.monotonic() + REFRESH_S
 
     def refresh(self) -> None:
-        """Rewrite the report if the last report is old enough. If the report cannot be written, only log the failure."""
+        """Rewrite the report if it is due (see ``REFRESH_S`` and ``REFRESH_SHARE``).
+
+        If the report cannot be written, only log the failure.
+        """
         start = time.monotonic()
         if start >= self._due:
             _written(self._run_dir)

@@ -27,13 +27,13 @@ from areno.storage.metric_columns import Series
 EXTREMES = 4
 """Number of best samples, and number of worst samples, that a report shows."""
 CHANGES = 2
-"""Number of prompts whose first and last answers are shown token by token."""
+"""Maximum number of prompts whose first and last answers in the run are shown token by token."""
 COMPARED = 8
-"""Number of prompts whose first and last answers are compared."""
+"""Maximum number of prompts for which the report compares the first and the last answer in the run."""
 ANSWER_CHARS = 800
 """Maximum number of characters of each prompt and each answer in the comparison of first and last answers."""
 MAX_PARTS = 8
-"""Maximum number of curves in a chart, such as the parts of a reward or the phases of a step."""
+"""Maximum number of curves in a chart, for example in the chart of the reward parts."""
 MAX_LINES = 500
 """Maximum number of listed warnings, and of listed settings."""
 VALUE_CHARS = 300
@@ -87,7 +87,10 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class ShownSamples:
-    """Samples shown under one heading. ``links`` are samples that an earlier heading already shows."""
+    """Samples shown under one heading.
+
+    ``links`` has the samples that are already shown under an earlier heading. ``samples`` has the others.
+    """
 
     title: str
     note: str
@@ -118,7 +121,6 @@ def curves(run: RunData) -> Iterator[Chart]:
 
 
 def _reward(run: RunData) -> Line:
-    """Return the mean reward with a band: the mean plus or minus one standard deviation, or lowest to highest reward."""
     series, bounds = run.series("reward"), [run.series(key) for key in ("reward_std", "reward_min", "reward_max")]
     steps, mean = series.arrays()
     deviation, low, high = (bound.arrays()[1] if len(bound.steps) == len(steps) else None for bound in bounds)
@@ -322,7 +324,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def warnings(run: RunData) -> list[tuple[str, str]]:
-    """Return the steps and the texts of the last health warnings."""
+    """Return the step and the text of each of the last ``MAX_LINES`` health warnings."""
     return [
         (str(warning["step"]), bounded(warning.get("text"), WARNING_CHARS)) for warning in run.warnings[-MAX_LINES:]
     ]
