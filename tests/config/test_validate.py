@@ -248,7 +248,7 @@ DPO = [*BASE, "--algo", "dpo"]
         ([*GSPO, "--update-minibatches", "40"], r"--update-minibatches 40 is more than the 32 prompts"),
         (
             [*GSPO, "--update-minibatches", "2", "--gradient-accumulation-steps", "2"],
-            r"--update-minibatches 2 and --gradient-accumulation-steps 2 both split a step",
+            r"--update-minibatches 2 and --gradient-accumulation-steps 2 both set the number of rows",
         ),
         (
             [*GSPO, "--advantage", "grupe"],

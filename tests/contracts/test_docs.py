@@ -28,6 +28,9 @@ PAGES = sorted(
 # Flags in the pages that are not among the declared options, with the program that has them.
 OTHER_FLAGS = {
     "--help": "every command",
+    "--learning-rate": "TRL",
+    "--rate": "benchmarks/serve_load.py",
+    **dict.fromkeys(("--only", "--tests-from"), "python -m tests.planted"),
     **dict.fromkeys(("--weight-version", "--enable-lora", "--max-lora-rank"), "SGLang or vLLM"),
     "--version": "areno",
     "--json": "areno env",
