@@ -58,7 +58,6 @@ def _solved(evidence: Evidence, value: str) -> RunProblem:
 
 
 def _neglected(evidence: Evidence, seen: str) -> RunProblem:
-    """Report that the rewards are high, but one of their parts is not."""
     part, weight = evidence.neglected, evidence.advice.weight(evidence.neglected)
     late = short(late_mean(evidence.run.reward_parts()[part]))
     return RunProblem(

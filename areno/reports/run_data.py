@@ -149,7 +149,7 @@ class RunData:
         return Series() if name is None else self.metrics[name]
 
     def metric_of(self, key: str) -> str | None:
-        """Return the name of the recorded metric for ``key``, a quantity in ``KEYS``; None if the run did not record it."""
+        """Return the name under which the run recorded the quantity ``key`` (a key of ``KEYS``); None if not recorded."""
         return next((name for name in KEYS[key] if name in self.metrics), None)
 
     def reward_parts(self) -> dict[str, Series]:
@@ -208,7 +208,7 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
 def _count(value: Any, counts: dict[int, int]) -> int:
     """Return the number of values in a nested value. If a YAML alias repeats a value, all parts of the value count again.
 
-    If a value contains itself, the result is above ``_CONFIG_VALUES``, so the configuration is rejected.
+    If a value contains itself, the result exceeds the limit ``_CONFIG_VALUES``.
     """
     if not isinstance(value, dict | list | tuple):
         return 1

@@ -18,9 +18,12 @@ from areno.reports.trends import window
 from areno.storage.sample_index import FLAGS
 
 CHECKED = 64
-"""Maximum number of early samples, and of late samples, whose texts are checked."""
+"""Default maximum number of samples that :meth:`RunSamples.spread` selects. Checks read the texts of these samples."""
 COMPARED = 400
-"""Recurring prompts are searched in this number of samples from the start of a run, and in as many samples from its end."""
+"""Maximum number of answers at the start of a run, and at its end, that are searched for recurring prompts.
+
+Only the first answer to each prompt in a step is used.
+"""
 
 Indices = NDArray[np.int64]
 
@@ -134,10 +137,6 @@ class RunSamples:
 
     @cached_property
     def _by_prompt(self) -> dict[str, list[int]]:
-        """Map each prompt text to its first answer in each step.
-
-        Only the first ``COMPARED`` and the last ``COMPARED`` of these answers are read.
-        """
         first = self.flagged("first", np.arange(len(self)))
         prompts: dict[str, list[int]] = {}
         for index in dict.fromkeys(map(int, [*first[:COMPARED], *first[-COMPARED:]])):
@@ -150,10 +149,9 @@ class RunSamples:
 
     @property
     def prompts(self) -> tuple[int, int]:
-        """Two counts of the prompts of the first and last samples of a run.
+        """Number of prompts, and number of distinct prompts, at the start and the end of a run (see ``COMPARED``).
 
-        In the first count, a prompt counts once for each step that sampled it. In the second count, each distinct prompt counts
-        once.
+        In the first number, a prompt counts once for each step that sampled it.
         """
         return sum(map(len, self._by_prompt.values())), len(self._by_prompt)
 
@@ -166,9 +164,9 @@ class RunSamples:
         return [(same[0], same[-1]) for same in self._by_prompt.values() if self.steps[same[0]] < self.steps[same[-1]]]
 
     def changes(self, count: int) -> list[tuple[int, int]]:
-        """Return the ``count`` pairs in :attr:`recurring` whose two answers differ most in their rewards.
+        """Return pairs of answers to the same prompt (see :attr:`recurring`): the ``count`` pairs whose rewards differ most.
 
-        A pair is omitted if its two answers have equal rewards.
+        Pairs with equal rewards are omitted.
         """
         sizes = {(a, b): abs(self.rewards[b] - self.rewards[a]) for a, b in self.recurring}
         return sorted((pair for pair, size in sizes.items() if size > 0), key=lambda pair: -sizes[pair])[:count]

@@ -1,4 +1,4 @@
-"""Prepares samples for a report: texts of bounded length, and tokens with the values that training computed."""
+"""Prepares samples for a report: texts of bounded length, and tokens with values such as log-prob and advantage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from areno.reports.svg import short
 from areno.storage.json_lines import as_float
 
 MAX_TOKENS = 6000
-"""Maximum number of tokens that a report shows individually, over all samples."""
+"""Maximum number of tokens that a report shows one by one, in total over all samples."""
 SAMPLE_TOKENS = 400
 """Maximum number of tokens of a training row that are shown one by one. Half are from its start, and half from its end."""
 CONTEXT_CHARS = 600
-"""Maximum number of characters of a prompt. Segments that are shown as text, not token by token, have the same limit."""
+"""Maximum number of characters of a prompt, of a data row, or of a :class:`SegmentView` without individual tokens."""
 MAX_SEGMENTS = 60
 """Maximum number of segments of a training row that are shown."""
 TEXT_CHARS = 2000
@@ -30,7 +30,7 @@ GAP = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """The text of a token, its values (such as log-prob and advantage) as a line, and the CSS classes that mark the token."""
+    """A token. ``numbers`` lists its values, such as log-prob and advantage, as text. ``marks`` has its CSS classes."""
 
     text: str
     numbers: str
@@ -54,7 +54,8 @@ class SegmentView:
 class SampleView:
     """A sample with formatted numbers.
 
-    ``rows`` is empty if no tokens were recorded, or if the page already shows enough tokens.
+    ``rows`` has the segments of each training row. It is empty if no tokens were recorded, or if the page already shows
+    ``MAX_TOKENS`` tokens.
     """
 
     id: str
@@ -79,7 +80,7 @@ class SampleViews:
         self._left = MAX_TOKENS
 
     def view(self, record: Mapping[str, Any]) -> SampleView:
-        """Return the view of a record of ``samples.jsonl``."""
+        """Format a record of ``samples.jsonl``."""
         rows = [self._row(row) for row in record.get("rows", ()) if self._left > 0]
         return SampleView(
             id=sample_id(record),

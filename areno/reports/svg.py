@@ -1,8 +1,8 @@
 """Draws line charts and stacked bars as SVG, for pages and for files.
 
 A chart contains its colors and fonts, so an ``.svg`` file can be displayed without a style sheet. A page can override the
-colors with CSS rules, for example for a dark scheme. These rules use classes such as ``axis``, ``s0`` to ``s7``, and ``f0`` to
-``f7``.
+colors with CSS rules, for example for a dark scheme. The elements have classes such as ``axis``, ``s0`` to ``s7`` for lines,
+and ``f0`` to ``f7`` for filled shapes. The digit is the index in ``COLORS``.
 """
 
 import math
@@ -33,7 +33,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series to draw. ``low`` and ``high`` bound a band around the line. Non-finite values leave a gap and are marked."""
+    """A series to draw. ``low`` and ``high`` bound a band around the line.
+
+    Non-finite values interrupt the line. Crosses on the horizontal axis mark them.
+    """
 
     name: str
     x: ArrayLike
@@ -134,7 +137,6 @@ def _svg(width: int, height: int, description: str, body: Sequence[str]) -> str:
 
 
 def _safe(text: str) -> str:
-    """Make control characters of a text visible, and escape the text for markup."""
     return escape(printable(text).replace("\n", " "))
 
 
@@ -174,7 +176,6 @@ def _legend(names: Sequence[str], width: int, top: float, filled: bool = False) 
 
 
 def _arrays(line: Line) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return ``x, y, low, high``, in which non-finite values are NaN."""
     y = np.asarray(line.y, float)
     columns = (line.x, y, y if line.low is None else line.low, y if line.high is None else line.high)
     x, y, low, high = (np.where(np.isfinite(values := np.asarray(column, float)), values, np.nan) for column in columns)
@@ -287,7 +288,6 @@ def _path(points: "zip[tuple[float, float]] | Sequence[tuple[float, float]]") ->
 
 
 def _non_finite(frame: _Frame, lines: Sequence[Line]) -> Iterator[str]:
-    """Mark non-finite values with crosses on the axis."""
     for line in lines:
         x = np.asarray(line.x, float)[~np.isfinite(np.asarray(line.y, float))]
         for place in frame.at_x(x[:: max(1, -(-len(x) // _MAX_MARKS))]):

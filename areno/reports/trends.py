@@ -14,7 +14,7 @@ CLEAR = 3.0
 SHARE = 10
 """The first and the last 1 / SHARE of the steps of a long run are compared."""
 AT_LEAST = 5
-"""The mean of at least this number of first steps is compared with the mean of the same number of last steps.
+"""Minimum number of first steps, and of last steps, whose mean values of a metric are compared.
 
 With fewer steps, a single unusual batch could change a mean too much. If a run has fewer than twice this number of steps, its
 first half is compared with its second half.
@@ -29,10 +29,11 @@ class SeriesTrend:
         first: mean over the first ``width`` finite values.
         last: mean over the last ``width`` finite values.
         noise: standard error of ``last - first``.
+        width: number of values in each mean.
         peak: highest mean over ``width`` successive values.
-        peak_step: step of the last of the ``width`` values whose mean is ``peak``.
+        peak_step: last step of these values.
         low: lowest mean over ``width`` successive values.
-        low_step: step of the last of the ``width`` values whose mean is ``low``.
+        low_step: last step of these values.
     """
 
     first: float
@@ -74,7 +75,10 @@ class SeriesTrend:
 
 
 def window(count: int) -> int:
-    """Return the number of values to compare at each end of a series of ``count`` values; 0 if ``count`` is below 2."""
+    """Return the number of first values of a series to compare with the same number of last values.
+
+    ``count`` is the length of the series. The result is 0 if ``count`` is below 2.
+    """
     return max(count // SHARE, min(AT_LEAST, count // 2))
 
 
@@ -111,11 +115,11 @@ def trend_of(series: Series, *, noise: float | None = None, width: int | None = 
 def _noise(values: NDArray[np.float64], width: int) -> float:
     """Return the standard error of the difference between two means; infinite for fewer than four values.
 
-    The two means are the mean of the first ``width`` values and the mean of the last ``width`` values. The standard deviation
-    of a value is estimated twice: from the differences of successive values, which hardly depend on a trend, and from the
-    spread within the first and within the last ``width`` values. The larger estimate is used, because an estimate from few
-    values may be too small. For the same reason, the factor ``1 + 3 / len(values)`` increases the result if there are few
-    values.
+    The two means are the mean of the first ``width`` values and the mean of the last ``width`` values. There are two estimates
+    of the standard deviation of a value. One uses the differences of successive values, which a trend hardly affects. The other
+    is the pooled standard deviation of the first ``width`` and the last ``width`` values. The larger estimate is used, because
+    an estimate from few values may be too small. For the same reason, the factor ``1 + 3 / len(values)`` increases the result
+    if there are few values.
     """
     if len(values) < 4:
         return math.inf
@@ -135,8 +139,9 @@ def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 def falls_at_start(series: Series) -> bool:
     """Return whether the first values are clearly higher than the values of the second half.
 
-    The function uses Wilcoxon's rank-sum test with ties, which detects a fall within the first few steps. The first steps then
-    have both high and low values. :class:`SeriesTrend` may miss the fall, because it treats this spread as noise.
+    The function uses Wilcoxon's rank-sum test with ties. If a series falls within its first few steps, these steps have both
+    high and low values. The test detects such a fall. :class:`SeriesTrend` may miss it, because it treats this spread as
+    noise.
     """
     values = finite(series)[1]
     first, later = values[:AT_LEAST], values[len(values) // 2 :]

@@ -24,7 +24,9 @@ _TIMEOUT_S = 60.0
 
 
 class Judge:
-    """Asks a model for a grade, which is the last number of its response. "8/10" and "8 on a scale of 0-10" are read as 8.
+    """Asks a model for a grade, which is the last number of its response.
+
+    A maximum or a scale is ignored: the grade is 8 in "8/10" and in "8 on a scale of 0-10".
 
     Args:
         url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.
@@ -46,8 +48,8 @@ class Judge:
     def __call__(self, prompt: Any, completions: str = "", *_: Any, **data: Any) -> float:
         """Grade one completion.
 
-        ``areno train`` passes a :class:`RewardRecord` as ``prompt``, and no other argument. An experiment passes the texts
-        ``prompt`` and ``completions``, and the columns of the row as ``data``.
+        ``areno train`` passes a :class:`RewardRecord` as ``prompt``, and no other argument. ``areno run`` passes the texts
+        ``prompt`` and ``completions``, and the columns of the data row as ``data``.
 
         Raises RewardError if the request fails, or if the response has no number.
         """

@@ -60,9 +60,11 @@ class RewardRunner:
         timeout_s: deadline per record, in seconds from the start of the call.
         workers: number of processes or threads; None: one per CPU core, at most 8.
         on_error: what happens if a record fails: ``stop`` raises an error, and ``drop`` returns an outcome without a value.
-        retries: maximum number of retries of a record whose worker died, or did not start to score the record in time.
+        retries: maximum number of retries of a record whose worker died, or did not start to score the record
+            within ``timeout_s``.
         memory_gb: memory limit of each worker process of a reward file in GiB (``RLIMIT_DATA``); None: unlimited.
-        parts: weights of reward parts, shared by all runners of one function; None: the weight of each part is 1.
+        parts: weights of the parts, for a function that returns a reward in several parts. Pass the same object to all
+            runners of one function. None: the weight of each part is 1.
 
     Raises:
         UsageError: neither or both of ``reward_fn`` and ``path`` are set, or a value is out of range.

@@ -26,14 +26,17 @@ _OOM_SCORE = "500"
 
 
 def supervised(lifeline: int, connection: int) -> Frames:
-    """Fork the worker, and return the worker's connection to the trainer. The call returns only in the worker.
+    """Fork this process. The child becomes the worker, and the calling process becomes its supervisor.
 
-    The worker's stdout goes to stderr.
+    The call returns only in the worker, whose stdout then goes to stderr.
 
     Args:
         lifeline: socket to the trainer. The worker is killed when the trainer closes its end.
-        connection: the worker's connection. The supervisor closes its own copy. The trainer therefore gets EOF as soon as the
-            worker exits.
+        connection: the worker's socket to the trainer. The supervisor closes its copy of this socket, so that the trainer gets
+            EOF as soon as the worker exits.
+
+    Returns:
+        The worker's connection to the trainer.
     """
     fork_supervised(lifeline, connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

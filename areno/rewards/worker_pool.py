@@ -1,7 +1,8 @@
 """Workers that run reward functions. A worker process can be killed. A worker thread can only be abandoned.
 
 A worker receives jobs, and replies with the messages of :mod:`areno.rewards.worker`. When a worker ends,
-:meth:`WorkerSlot.read` adds the message ``["died", text]`` to these replies. The runner handles deadlines and retries.
+:meth:`WorkerSlot.read` adds the message ``["died", text]`` to these replies.
+:class:`areno.rewards.runner.RewardRunner` handles deadlines and retries.
 """
 
 import contextlib
@@ -43,7 +44,8 @@ class WorkerProcess:
     Args:
         module: module whose ``main(settings)`` runs in the process. ``main`` must first call
             :func:`areno.rewards.supervisor.supervised`, which starts the supervisor.
-        settings: settings that can be converted to JSON. The file descriptors ``connection`` and ``lifeline`` are added.
+        settings: argument of ``main``, which must be convertible to JSON. The keys ``connection`` and ``lifeline`` are added:
+            the arguments of ``supervised``.
         limit: maximum message size in bytes.
     """
 
@@ -115,7 +117,7 @@ class RewardProcess(WorkerProcess):
         return pickle.dumps(record)
 
     def submit(self, jobs: list[RewardJob]) -> None:
-        """Send jobs to an idle worker, which reads them immediately. A worker that reads nothing for a minute is killed."""
+        """Send jobs to an idle worker. A worker that does not read them within a minute is killed."""
         try:
             self.frames.send(pickle.dumps(jobs), _SEND_TIMEOUT_S)
         except TimeoutError:
@@ -152,7 +154,7 @@ class RewardThread:
         self._inbox.put(jobs)
 
     def request_exit(self) -> None:
-        """Stop the thread after its function returns."""
+        """Let the thread end after it has scored the submitted jobs."""
         self._inbox.put(None)
 
     def wait(self, timeout_s: float) -> None:
@@ -160,7 +162,7 @@ class RewardThread:
         self._thread.join(timeout_s)
 
     def kill(self) -> None:
-        """Close the connection, and do not wait for the thread. Python cannot kill a thread, so its function may still run."""
+        """Close the connection. Python cannot kill a thread, so the function may still run."""
         self.request_exit()
         self.frames.close()
 

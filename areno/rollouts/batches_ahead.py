@@ -1,7 +1,8 @@
 """Generates the batches of ``areno train`` up to ``--max-staleness`` steps before training uses them.
 
-Generation of the batch of step s starts as soon as the weights have version ``s - max_staleness``. No token of the batch is
-therefore more than ``max_staleness`` versions old, even in a long answer. Training uses the batches in data order.
+Generation of the batch of step s starts as soon as the weights have version ``s - max_staleness``. Training uses the batches in
+data order. At most ``max_staleness`` updates therefore happen before training uses the batch, so no token is older than this
+number of versions.
 """
 
 from collections import deque

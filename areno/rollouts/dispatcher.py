@@ -1,9 +1,11 @@
 """Runs episodes concurrently with training, and assembles their trajectories into batches.
 
 Data rows wait in a queue. When :mod:`staleness` allows another episode, the episode of the first waiting row starts in
-:mod:`episode_thread`. A batch contains, in random order, the finished trajectories whose episodes started first. Preferring
-these episodes reduces the bias towards short answers. The dispatcher logs the state of the episodes while a caller waits
-without progress. It raises an error if a batch cannot be completed, or if too many consecutive episodes fail or are rejected.
+:mod:`episode_thread`. A batch is formed as soon as enough episodes have finished. If there are more, the batch gets those that
+started first. This choice reduces the bias towards short answers. The trajectories of a batch are in random order.
+
+The dispatcher logs the state of the episodes while a caller waits without progress. It raises an error if a batch cannot be
+completed, or if too many consecutive episodes fail or are rejected.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ class BatchDispatcher:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Set the weight version after an update, and start the waiting episodes that the new version allows."""
+        """Set the weight version after an update, and start the waiting episodes that the staleness limit now allows."""
         with self._changed:
             self._version = version
             self._pump()
@@ -144,8 +146,11 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return the counts of :class:`RolloutStat` except ``claimed``, the number of rejections for each reason, and
-        the number of rows that were restarted with another workflow or filter."""
+        """Return counts of episodes: all counts of :class:`RolloutStat` except ``claimed``, and further counts.
+
+        ``failed``, ``filtered`` and ``empty`` count rejections by their reason. ``restarted`` counts rows that ran again with
+        another workflow or filter.
+        """
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -161,7 +166,8 @@ class BatchDispatcher:
         Raises:
             DataError: the rows end before the batch is complete.
             EngineError: there was no progress for ``stall_timeout_s``, no episode can start, or the dispatcher is closed.
-            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an error in ``stops_on`` occurred.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error
+                of a type in ``stops_on``.
         """
         self._adopt(EpisodePlan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
@@ -178,9 +184,12 @@ class BatchDispatcher:
     def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:
         """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
 
-        Seeds are derived from task ids. With ``repeats``, task ids are row indices, so the same rows always get the same seeds.
-        Raises UsageError if rows that :meth:`prepare_batch` read or :meth:`load_state` restored have not started yet, or if
-        restored trajectories still wait for :meth:`prepare_batch`."""
+        Seeds are derived from task ids. Task ids count all rows of the dispatcher. With ``repeats``, they are instead the
+        indices in ``rows``, so that a later call with the same rows uses the same seeds.
+
+        Raises UsageError if rows from :meth:`prepare_batch` or :meth:`load_state` are still waiting in the queue, or if
+        :meth:`load_state` restored trajectories and :meth:`prepare_batch` has not been called since.
+        """
         with self._changed:
             if self._pending or any(task.plan is None for task in self._finished):
                 raise UsageError(

@@ -27,7 +27,7 @@ class AgentSession:
 
     @property
     def keyed_url(self) -> str:
-        """A base URL that includes the key, for programs that cannot set a key."""
+        """A base URL that includes the API key, for programs that cannot send the key in a header."""
         return f"{self.url}{KEY_PREFIX}{self.api_key}/v1"
 
     @property

@@ -33,7 +33,7 @@ _LETTER = "a"
 
 
 class Forked(Exception):  # noqa: N818  (an expected outcome, not an error)
-    """Raised with a ``reason`` if a request cannot continue from recorded tokens."""
+    """Raised with a ``reason`` if a request cannot be appended to the recorded tokens of its conversation."""
 
     def __init__(self, reason: ForkReason) -> None:
         super().__init__(reason)
@@ -136,9 +136,10 @@ def _shows(rendered: str, text: Any) -> bool:
 def _after_answer(
     tokenizer: Any, past: Turn, history: list[dict[str, Any]], render: Render, before: str, after: str
 ) -> tuple[str, str]:
-    """Return the part of ``after`` that follows the sampled tokens of ``past``, and an anchor for tokenizing this part.
+    """Return the text that follows the sampled tokens of ``past``, and the ``anchor`` with which to tokenize this text.
 
-    The anchor is the argument ``anchor`` of :func:`tokens_after`.
+    ``before`` is the rendered ``history``, which ends with the answer of ``past``. ``after`` also has the new messages.
+    ``anchor`` is an argument of :func:`tokens_after`.
     """
     if past.by_token and past.tokens:
         return _after_stop_token(tokenizer.decode(past.tokens[-1:], skip_special_tokens=False), past, before, after)

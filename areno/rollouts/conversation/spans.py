@@ -159,8 +159,8 @@ def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> R
 def _content_spans(text: str, messages: Sequence[dict[str, Any]], repeated: int) -> list[tuple[int, int, Role]]:
     """Return the spans and roles of message contents in ``text``.
 
-    ``repeated`` is the number of messages that an earlier training row contains. They come first in ``messages``, and get the
-    role ``template``.
+    The first ``repeated`` messages are also in an earlier training row. They get the role ``template``, so that they are not
+    trained on again.
     """
     spans: list[tuple[int, int, Role]] = []
     cursor = 0

@@ -1,8 +1,8 @@
 """Converts recorded turns to training rows. A row has the prompt tokens and sampled tokens of one branch of a conversation.
 
 Consecutive turns share a row. If a conversation forks, each branch becomes a separate row. Only the first branch trains on the
-common prefix. If the loss mask selects prompt messages, a message in several rows is trained on only in the first of these
-rows. Turns that were sampled at different temperatures become separate rows.
+common prefix. If prompt messages count in the loss (see :class:`LossMaskPolicy`), a message counts only in the first row that
+contains it. Turns that were sampled at different temperatures become separate rows.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -77,7 +77,7 @@ def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) ->
     """Build the training rows from the turns of one sample. Rows in which no token counts in the loss are omitted.
 
     Raises:
-        UsageError: ``policy`` selects prompt tokens, but the tokenizer cannot map tokens to text.
+        UsageError: prompt tokens count in the loss under ``policy``, but the tokenizer cannot map tokens to text.
     """
     places = {turn: place for place, turn in enumerate(turns)}
     rows: list[TrajectoryRow] = []
@@ -108,8 +108,8 @@ def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
     """Return the turns from the root to ``turn``.
 
-    If a turn on this path is not an element of ``turns``, it is replaced by an element with the same prompt tokens and sampled
-    tokens, if there is one.
+    A turn on this path may belong to another sample. If ``turns`` contains a turn with the same prompt tokens and sampled
+    tokens, the result has this turn instead.
     """
     own_turns = set(turns)
     path: list[Turn] = []

@@ -99,9 +99,9 @@ class RolloutFleet:
         path: checkpoint folder or hub id of the policy.
         config: configuration of the trainer's engine. Its training options are ignored.
         weights: default options of weight updates.
-        devices: one device per rank, in the order of the replicas. None: the CPU if ``config.device`` is the CPU. If
-            ``config.device`` is a GPU, the launcher assigns the GPUs. Without a launcher, consecutive GPUs are used, beginning
-            with ``config.device``.
+        devices: one device per rank, in the order of the replicas. If this argument is None and ``config.device`` is the CPU,
+            all ranks use the CPU. If it is None and ``config.device`` is a GPU, the launcher assigns the GPUs. Without a
+            launcher, consecutive GPUs are used, beginning with ``config.device``.
 
     Attributes:
         threads: number of PyTorch threads per process: ``FleetOptions.threads``, else ``OMP_NUM_THREADS``, else an equal share
@@ -208,14 +208,14 @@ class RolloutFleet:
     ) -> UpdateReport:
         """Transfer the weights of a trainer to all replicas. The trainer must not train during the transfer.
 
-        Each replica pauses generation between two tokens. Tokens after the pause have the weight version ``version``. If
-        inference servers load adapters, a running sample keeps its adapter, and its tokens have the version of this adapter.
-        ``mode`` and ``verify`` override the :class:`WeightOptions`.
+        Each replica pauses generation between two tokens. Tokens after the pause have the weight version ``version``. But if
+        the weights are LoRA adapters on inference servers, a running sample keeps the old adapter, and its tokens keep the old
+        version. ``mode`` and ``verify`` override the :class:`WeightOptions`.
 
         Raises:
             UsageError: the mode is unknown, or the trainer and the replicas have different models.
-            EngineError: the trainer failed, the fleet is closed, a server's log-probs are wrong, or (only if restarts are
-                disabled) a replica could not load the weights.
+            EngineError: the trainer failed, the fleet is closed, a server's log-probs differ too much from the trainer's, or
+                (only if restarts are disabled) a replica could not load the weights.
         """
         chosen = mode or self.weights.mode
         refuse_unknown(chosen)
@@ -230,7 +230,7 @@ class RolloutFleet:
     def share_cores(self, threads: int | None = None) -> None:
         """Limit this process to ``threads`` PyTorch threads, if replicas run on the CPU.
 
-        The default of ``threads`` is the number of PyTorch threads in each process of a replica.
+        If ``threads`` is None, this process gets as many threads as each process of a replica (:attr:`threads`).
         """
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
@@ -271,8 +271,8 @@ class RolloutFleet:
     def _with(self, addresses: Sequence[str]) -> ServerOptions:
         """Return the server options with ``addresses`` added.
 
-        Raises UsageError if the run starts its replicas itself, if an address is invalid or repeated, or if a server cannot get
-        weights because it is on another machine.
+        Raises UsageError if the run has no servers with addresses, if an address is invalid or repeated, or if a server is on
+        another machine than the trainer and there is no shared folder for weights.
         """
         server = self._server
         if server is None or not server.addresses:
@@ -402,8 +402,5 @@ class RolloutFleet:
         return ServerChannel(self.path, host, self.weights.weight_chunked_mem_mb << 20)
 
     def _given_up(self, _number: int, error: WorkerFailedError) -> None:
-        """Reject requests after a replica has used up its restarts. If restarts are disabled, reject requests only if no
-        replica is left.
-        """
         if self.options.restart or not self._up():
             self._router.end(error)

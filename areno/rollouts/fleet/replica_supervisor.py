@@ -39,11 +39,11 @@ class WorkerFailedError(ArenoError):
 
 
 class Workers(Protocol):
-    """The processes of a replica. If one process fails, all processes of the replica fail."""
+    """The processes of a replica. If one process fails, the others must be stopped."""
 
     @property
     def failed(self) -> bool:
-        """Whether the processes of the replica have failed. If one process fails, all of them fail."""
+        """Whether a process has failed, or :meth:`abandon` was called."""
 
     @property
     def pids(self) -> Sequence[int]:

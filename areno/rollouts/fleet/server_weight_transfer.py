@@ -84,7 +84,6 @@ class ServerWeightTransfer:
         return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0
 
     def _load(self, replicas: Mapping[int, Any], folder: Path, version: int) -> dict[int, float]:
-        """Let servers load weights from a folder. Stop servers that fail. Return the seconds that each other server took."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(one.take_over, folder, version, self.server.adapter) for n, one in replicas.items()}
         for number, answer in asked.items():
@@ -93,10 +92,10 @@ class ServerWeightTransfer:
         return {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
-        """Return the mean absolute difference between the trainer's and a server's log-probs of test tokens.
+        """Compare each server's log-probs of test tokens with the trainer's.
 
-        The result is the largest difference of all running servers; None if no server is running. Raises EngineError if the
-        difference is too large.
+        Return the mean absolute difference in nats, the largest of all running servers; None if no server is running. Raises
+        EngineError if this difference is too large.
         """
         probes = {}
         for number, replica in replicas.items():

@@ -38,9 +38,9 @@ class WeightOptions:
     Attributes:
         mode: ``shm`` is shared memory of one machine. ``xccl`` is a broadcast, with gloo between CPUs and with NCCL between
             GPUs. ``disk`` is a checkpoint folder.
-        verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit. With
-            inference servers, the trainer's and the servers' log-probs of test tokens are compared instead: after every
-            transfer if ``verify`` is True, otherwise after the first transfer.
+        verify: compare the checksums of sent and received tensors, and compare installed and received tensors bit by bit. An
+            inference server is verified differently: its log-probs of test tokens are compared with the trainer's. The first
+            transfer to servers is always verified; later transfers only if ``verify`` is True.
     """
 
     mode: Mode = "shm"
@@ -208,7 +208,6 @@ class WeightTransfer:
 
     @staticmethod
     def _ask(replicas: Replicas, update: Update, send: Callable[[], None] = lambda: None) -> Answers:
-        """Let all replicas receive an update in parallel. Meanwhile, call ``send``, which sends the data of a broadcast."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
             asked = {
                 n: pool.submit(group.run_on_all_ranks, weight_update.receive, update) for n, group in replicas.items()
