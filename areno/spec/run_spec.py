@@ -9,7 +9,7 @@ from typing import Any
 class Frequency:
     """When to save a model, evaluate, or write a checkpoint.
 
-    An action is due when any of its three intervals has passed; None disables an interval.
+    An action is due when one of the intervals ``epochs``, ``steps`` and ``seconds`` has passed; None disables an interval.
     """
 
     epochs: int | None = None

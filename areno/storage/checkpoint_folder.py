@@ -1,9 +1,9 @@
 """The folder with a run's checkpoints: ``step_000123/``, and optionally ``best/``. Each checkpoint is complete or absent.
 
 A checkpoint is written under a temporary name, synced to disk, and then renamed. To delete a checkpoint, its folder is first
-renamed to a temporary name. If the process is killed, the folders with temporary names are removed at the next start or save.
-When a checkpoint is replaced, the old checkpoint is deleted last. If the process is killed before the new checkpoint has its
-final name, the old checkpoint is restored.
+renamed to a temporary name. When a checkpoint is replaced, the old checkpoint gets a temporary name, and is deleted last. If
+the process is killed, the next start or save removes the folders with temporary names. Exception: an old checkpoint gets its
+name back if the new checkpoint does not have its final name yet.
 
 Two checkpoints of one step share files as hard links, if the file system supports them. Therefore, files are replaced and
 never modified in place.
@@ -71,7 +71,7 @@ class CheckpointFolder:
         )
 
     def best_step(self) -> int | None:
-        """Return the number of completed steps of the best checkpoint; None if there is no best checkpoint."""
+        """Return the number of steps completed before the best checkpoint was saved; None if there is no best checkpoint."""
         return read_state(self.best)["step"] if (self.best / STATE_FOLDER / STATE_FILE).is_file() else None
 
     def find(self, step: int) -> Path | None:
@@ -211,9 +211,10 @@ class CheckpointFolder:
 
     @contextmanager
     def writing(self, step: int, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
-        """Yield a folder to fill. If the block ends without an error, the folder becomes the checkpoint of ``step``.
+        """Yield a folder that the ``with`` block fills.
 
-        At first, the folder is empty, or contains hard links or copies of the files of ``copy_of``.
+        At first, the folder is empty, or contains hard links or copies of the files of ``copy_of``. If the block ends without
+        an error, the folder becomes the checkpoint of ``step``.
 
         Raises:
             CheckpointError: the disk has less than ``needed_bytes`` plus 64 MiB free, or a write or a deletion failed.

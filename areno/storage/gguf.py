@@ -147,7 +147,7 @@ def _set_rope_scaling(config: Any, scaling: str, factors: Any) -> None:
 
 
 def rope_factors(config: Any) -> Any:
-    """Return the number by which Llama 3's RoPE scaling divides each frequency, float32 [head_dim / 2]."""
+    """Return the divisors that Llama 3's RoPE scaling applies to the frequencies, float32 [head_dim / 2]."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

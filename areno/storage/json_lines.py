@@ -11,12 +11,12 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 The files contain strings in place of these numbers, because JSON cannot express them.
 """
 MAX_BYTES = 2**24
-"""Maximum number of bytes of a line, and of a file with a single JSON value, so that a large file cannot exhaust memory."""
+"""Maximum size in bytes of a ``.jsonl`` line or a ``.json`` file, so that a large file cannot exhaust memory."""
 _STEPS = 2**63
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None if the line is incomplete or malformed, or has no ``step`` that fits into 64 bits."""
+    """Return the record of a line; None if the line is incomplete or malformed, or its ``step`` is not a 64-bit integer."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -18,7 +18,7 @@ from areno.storage.files import Opener, open_file
 from areno.storage.json_lines import NON_FINITE, as_float, records
 
 _PROBE = 4096
-"""Number of bytes at the beginning of a line that identify the line. They include the step and the time."""
+"""Number of bytes of a line that are compared to detect whether the file was replaced. They include the step and the time."""
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class RunDirectory:
         return self
 
     def write_config(self, text: str) -> None:
-        """Atomically replace ``config.yaml``. Only its owner may read this file, which may contain secrets."""
+        """Atomically replace ``config.yaml``. The new file is readable only by its owner, because it may contain secrets."""
         _replace(self.config_path, [text.encode()], mode=0o600)
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
@@ -116,8 +116,9 @@ class RunDirectory:
         Also delete the saved rollouts of these steps. Return the number of deleted lines.
 
         Steps are numbered from 0. An evaluation in ``eval_samples.jsonl`` is recorded under the number of completed steps, so
-        the evaluation after step 0 is recorded under 1. Therefore, the lines up to ``step + 1`` are kept in this file. If
-        ``step`` is -1, the file is emptied, because the run repeats the evaluation before the first step.
+        the evaluation after step 0 is recorded under 1. Therefore, the lines up to ``step + 1`` are kept in this file.
+        Exception: if ``step`` is -1, all lines of this file are deleted, because the run repeats the evaluation before the
+        first step.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):

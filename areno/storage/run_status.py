@@ -1,6 +1,7 @@
 """The status of a run in ``status.json``: running, finished, stopped by a signal, or failed with an error.
 
-A process that is killed cannot record its end. In this case, the status stays ``running``, but the run's lock is free.
+A process that is killed cannot record its end, so the status in the file stays ``running``. :func:`read_status` recognizes
+such a run: no process holds the lock of its run directory.
 """
 
 import os

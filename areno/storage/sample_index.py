@@ -31,7 +31,8 @@ ENTRY = np.dtype(
 )
 """An entry of the index; little-endian, without padding."""
 FLAGS = {"first": 1, "best": 2, "worst": 4, "truncated": 8, "rows": 16}
-"""Bits of ``flags``. ``first``, ``best`` and ``worst`` are reasons to record a sample.
+"""Bits of ``flags``. ``first``, ``best`` and ``worst``: the sample was recorded because it is the first, best or worst of its
+prompt's samples.
 
 ``truncated`` means that the response reached its maximum length. ``rows`` means that the record contains tokens.
 """
@@ -45,7 +46,7 @@ def index_path(samples: Path) -> Path:
 
 
 def append_entries(samples: Path, rows: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offset: int) -> None:
-    """Append the entries of ``lines``, which were appended to ``samples`` at byte ``offset``.
+    """Append an entry per line to the index. The ``lines`` are already in ``samples``, starting at byte ``offset``.
 
     If the index does not cover exactly the first ``offset`` bytes of ``samples``, the index is first rebuilt from these bytes.
     """

@@ -114,8 +114,8 @@ def render_generation_prompt(
 def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
     """Encode each prompt to token ids.
 
-    Prompts that a chat template rendered already contain BOS if the model uses BOS. To each other prompt, BOS is prepended if
-    the tokenizer adds BOS by default, and the prompt does not begin with BOS yet.
+    Prompts that a chat template rendered already contain BOS if the model uses BOS. Any other prompt gets a BOS if the
+    tokenizer adds BOS by default, and the prompt does not begin with BOS yet.
     """
     if not prompts:
         return []

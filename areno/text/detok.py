@@ -74,7 +74,7 @@ class IncrementalDetokenizer:
         return new
 
     def _settle(self, decoded: str) -> str:
-        """Emit the beginning of a long sequence of invalid bytes.
+        """Emit a long sequence of invalid bytes, except for its end, which may belong to an incomplete character.
 
         Decoding the whole sequence again for each token would take quadratic time.
         """

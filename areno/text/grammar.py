@@ -50,15 +50,16 @@ class Grammar:
     eos_ids: tuple[int, ...]
 
     def __call__(self, tokenizer: Any) -> TokenConstraint:
-        """Create the state of a new sample. If the cache of this process does not contain the compiled grammar, compile it."""
+        """Create the grammar state of one sample. If the cache of this process does not contain the grammar, compile it."""
         return _compiler(tokenizer, {"vocab_size": self.vocab_size, "eos_ids": self.eos_ids}).state(self)
 
 
 @dataclass(frozen=True, slots=True)
 class OptionalReasoning:
-    """A constraint for optional reasoning.
+    """A constraint for responses that may begin with reasoning.
 
-    If the first token of the response is ``opener``, the constraint ``reasoned`` applies. If not, ``direct`` applies.
+    If the first token of a response is ``opener``, the token that starts reasoning, the constraint ``reasoned`` applies to the
+    response. Otherwise, ``direct`` applies.
     """
 
     direct: ConstraintFactory
@@ -66,7 +67,7 @@ class OptionalReasoning:
     opener: int
 
     def __call__(self, tokenizer: Any) -> TokenConstraint:
-        """Create the state of a new sample."""
+        """Create the grammar state of one sample."""
         return _OptionalReasoningState(self.direct(tokenizer), functools.partial(self.reasoned, tokenizer), self.opener)
 
 
@@ -168,7 +169,6 @@ def _argument_rules(compiler: _Compiler, rule: str, function: Mapping[str, Any],
 
 
 def _text_choices(schema: Any) -> list[str]:
-    """Return the values of an ``enum`` or ``const`` that allows only non-empty strings; [] for all other schemas."""
     if not isinstance(schema, Mapping) or set(schema) - _TEXT_KEYWORDS - {"enum"} - {"const"}:
         return []
     values = schema.get("enum", [schema.get("const")])
@@ -176,7 +176,6 @@ def _text_choices(schema: Any) -> list[str]:
 
 
 def _not_for_text(schema: Any) -> set[str]:
-    """Return the keywords of an argument's schema that cannot be enforced if the argument is plain text instead of JSON."""
     if not isinstance(schema, Mapping):
         return set()
     branches = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
@@ -202,10 +201,6 @@ class _GrammarState:
         return mask
 
     def forces(self, token: int) -> bool:
-        """Return whether the response can continue only with the characters of ``token``, which must be an allowed token.
-
-        Other tokens may still be allowed, because the same characters can be split into tokens in several ways.
-        """
         if self._choices == 1:
             return True
         text = self._matcher.compute_ff_bytes()
@@ -283,11 +278,10 @@ class _Compiler:
         return grammar
 
     def state(self, grammar: Grammar) -> _GrammarState:
-        """Create the state of a new sample."""
         return _GrammarState(self._matcher(grammar).deep_copy(), self._tokens, self._vocab_size)
 
     def literal(self, text: str) -> str:
-        """Return a grammar sequence for fixed text, with special tokens by id and all other text quoted."""
+        """Return a grammar expression that matches exactly ``text``, including the special tokens in it."""
         parts = []
         while text:
             hits = [(start, -len(token)) for token in self._special if token and (start := text.find(token)) >= 0]
@@ -302,8 +296,8 @@ class _Compiler:
     def text_until(self, end: str, rule: str, any_token: bool = False) -> list[str]:
         """Return rules for text up to and including ``end``.
 
-        If ``end`` contains a special token, ``any_token`` determines whether the text before ``end`` may contain other
-        special tokens.
+        ``any_token`` allows special tokens except EOS in the text before ``end``. It has no effect unless ``end`` contains a
+        special token.
         """
         if not any(token in end for token in self._special if token):
             return [f"{rule}[suffix={_quoted(end)}]: /(.|\\n)*/"]
@@ -313,10 +307,6 @@ class _Compiler:
         return [f"{rule}: {free} {self.literal(end)}", f"{text}: /(.|\\n)+/"]
 
     def _start(self, after: str | None) -> str:
-        """Return the start rule of the grammar, which refers to the rule ``body``.
-
-        If ``after`` is set, the start rule first matches any text up to and including the marker ``after``.
-        """
         if after is None:
             return "start: body"
         gap = "gap: /[ \\t\\r\\n]{0,8}/"

@@ -8,7 +8,7 @@ from bisect import bisect_left
 
 
 class GrowingText:
-    """Append-only text with cached positions of markers."""
+    """Append-only text that caches the positions of the strings for which :meth:`find` has searched."""
 
     __slots__ = ("_positions", "_searched", "text")
 

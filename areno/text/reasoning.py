@@ -43,7 +43,7 @@ class ReasoningParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers of the format. Decoding must not remove markers that are special tokens."""
+        """The markers around reasoning, such as ``</think>``. Decoding must not remove markers that are special tokens."""
         if self.name == "harmony":
             return (*_HEADER_STARTS, _MESSAGE, *_BODY_ENDS)
         return (self.opener, self.closer) if self.opener else ()

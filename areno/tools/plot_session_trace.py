@@ -43,7 +43,7 @@ def read_sessions(inputs: Sequence[str | Path]) -> tuple[list[dict[str, Any]], i
 
 
 def _is_session(record: dict[str, Any]) -> bool:
-    """Whether a record can be drawn. Lines of other programs and versions may lack a field."""
+    """Whether a record can be drawn. Records of other programs or other versions of areno may lack required fields."""
     try:
         render([record])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):

@@ -34,9 +34,10 @@ _ROLLOUT = "rollout.pt"
 class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
-    Each checkpoint is written inside the context manager ``writing(path)``. The training loop sets ``writing``, to show on the
-    progress display that a checkpoint is being saved. ``saved_step`` is the step of the newest ``step_...`` checkpoint that
-    this process wrote or resumed from; 0 if there is none. The checkpoint ``best`` does not change ``saved_step``.
+    Each checkpoint is written inside the context manager that ``writing(path)`` returns. The training loop replaces ``writing``
+    with a function whose context manager shows the save on the progress display. ``saved_step`` is the step of the newest
+    ``step_...`` checkpoint that this process wrote or resumed from; 0 if there is none. The checkpoint ``best`` does not change
+    ``saved_step``.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -50,8 +51,9 @@ class Checkpoints:
         """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if checkpoints are missing or disabled.
 
         Raises:
-            CheckpointError: all checkpoints are damaged; or a checkpoint is unreadable; or, if ``spec.strict`` is set, a file
-                belongs to another user or can be written to by all users.
+            CheckpointError: all considered checkpoints are damaged; or a checkpoint cannot be read because of an I/O error or a
+                different format; or, if ``spec.strict`` is set, a file belongs to another user or can be written to by all
+                users.
         """
         if not self.spec.enabled:
             return None
@@ -67,7 +69,8 @@ class Checkpoints:
     def resume(self, checkpoint: Path, state: RunState) -> None:
         """Prepare to continue from a checkpoint.
 
-        Renames the checkpoints of later steps. Deletes the oldest checkpoints if there are more than ``spec.newest``.
+        Renames the checkpoints of the steps after ``state.step``, because the run repeats these steps. Deletes the oldest
+        checkpoints if there are more than ``spec.newest``.
         """
         self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
@@ -153,7 +156,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Raise CheckpointError if another user owns a path below ``root``, or if all users can write to a path.
+    """Raise CheckpointError if ``root`` or a path below it belongs to another user, or can be written to by all users.
 
     Files and folders owned by the superuser (user id 0) are accepted.
     """

@@ -147,9 +147,10 @@ class TrainingLoop(ABC):
         return {}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:  # noqa: B027  (most have nothing more)
-        """Restore the values that :meth:`part_states` and :meth:`rollout_state` returned for the checkpoint.
+        """Restore the values that :meth:`part_states` and :meth:`rollout_state` returned for ``checkpoint``.
 
-        Called after the weights have been loaded. ``parts`` contains the values of :meth:`part_states`.
+        Called after the weights have been loaded. ``parts`` contains the values of :meth:`part_states`, but not the rollout
+        state, which :func:`areno.training.checkpoints.rollout_state` reads from ``checkpoint``.
         """
 
     def save_at_stop(self) -> None:
@@ -163,7 +164,7 @@ class TrainingLoop(ABC):
         """Release resources. Called once at the end, even after an error."""
 
     def keep_rollouts(self, steps: str | None) -> None:
-        """Save the rows of each following step, and keep the rows of the newest ``steps`` steps.
+        """Save the rows of each following step, and delete the oldest saved rows, so that those of ``steps`` steps remain.
 
         ``steps`` is a number or ``all``. A trainer saves no rows until this method is called. If ``steps`` is None, the call
         has no effect.
@@ -179,7 +180,7 @@ class TrainingLoop(ABC):
     def token_records(self) -> dict[int, TokenRecord]:
         """Return the token records of the last update, and clear them. Returns {} if there are no records.
 
-        The keys are row numbers. The number of a row is in the row's attribute ``observed``.
+        The record of a training row ``row`` has the key ``row.observed``.
         """
         return getattr(self.backend, "take_token_records", dict)()
 
@@ -284,10 +285,10 @@ class TrainingLoop(ABC):
         return self._evaluate(apart=not self.report.joins_evaluation)
 
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
-        """Measure the model, unless it was already measured after the same number of steps.
+        """Evaluate the model on the held-out rows, unless it was already evaluated after the same number of steps.
 
         If ``apart`` is true, write the metrics as a separate record, and return {}. Otherwise, return the metrics; {} if the
-        model was not measured.
+        model was not evaluated.
         """
         step, previous = self.state.step, self.state.evaluation
         if self.eval_rows is None or (previous is not None and previous["step"] == step):

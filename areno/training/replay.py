@@ -26,7 +26,7 @@ class RecordedStep:
     """A recorded step that is to be replayed: its rows, and the checkpoint from which the replay starts.
 
     Attributes:
-        complete: whether ``saved`` has all rows of the step.
+        complete: whether all rows of the step were recorded.
         checkpoint: path of the checkpoint from which the replay starts; None for the initial model.
         start: number of completed steps in the checkpoint. If the number is equal to ``step``, the replay starts from the
             same weights as the recorded step. Otherwise, it starts from older weights.
@@ -68,9 +68,9 @@ class RecordedStep:
     def reshaped(self, because: str, by_group: bool) -> RecordedStep:
         """Return a copy whose advantages will be computed from the rewards.
 
-        ``because`` names the options that require new advantages. ``by_group`` is whether the advantage of a sample depends on
-        the rewards of all samples of the same prompt. Raises UsageError if ``by_group`` is true, but only some samples of the
-        step were recorded.
+        ``by_group`` is whether the advantage of a sample depends on the rewards of all samples of the same prompt. Raises
+        UsageError if ``by_group`` is true, but only some samples of the step were recorded. The message begins with
+        ``because``, which describes the changed options.
         """
         if by_group and not self.complete:
             raise UsageError(

@@ -28,7 +28,7 @@ _ROUTED = "routed_experts"
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """The rows of a step, and the sample index of each row."""
+    """The rows of a step, and for each row the number of its sample. Rows with equal numbers belong to one sample."""
 
     rows: list[TrainSequence]
     samples: list[int]

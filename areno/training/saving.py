@@ -35,8 +35,9 @@ class Saver:
         root: folder for the models of the run.
         every: how often each role is saved.
         mode: ``sync`` blocks until the model is written. ``async`` and ``auto`` copy the weights, and write them in a thread.
-            A model that cannot be copied is saved as with ``sync``; in this case, ``async`` logs a warning.
-        layout: folder names of ``areno train`` or of ``areno run``.
+            A model that cannot be copied, such as a model with an adapter, is saved as with ``sync``; in this case, ``async``
+            logs a warning.
+        layout: the names of the folders, which differ between ``areno train`` and ``areno run``.
         remedy: advice in the error message for a full disk.
     """
 
@@ -74,9 +75,10 @@ class Saver:
         return self.save(role, at, write, stage=stage) if due else None
 
     def save(self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None) -> Path:
-        """Save a role's model now, and return its path.
+        """Save a role's model, and return its path.
 
-        ``stage`` copies the model for asynchronous saving; None if the model cannot be copied.
+        In the modes ``async`` and ``auto``, ``stage`` copies the model, and a thread writes the copy. If ``stage`` is None, the
+        model cannot be copied, so this method writes it with ``write``, as in the mode ``sync``.
 
         Raises:
             CheckpointError: this save or the previous asynchronous save of the role failed.
@@ -109,7 +111,7 @@ class Saver:
                 self._writer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each role's save schedule, for a checkpoint."""
+        """Return the counters of the save schedules, by role, for a checkpoint."""
         return {role: control.state_dict() for role, control in self._controls.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

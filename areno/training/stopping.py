@@ -65,7 +65,7 @@ class StopController:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal interrupt the ``with`` block. A resumed run repeats the work of the block."""
+        """Let a signal interrupt the ``with`` block. The block must contain only work that a resumed run can repeat."""
         self._interruptible = True
         try:
             self.check()

@@ -12,7 +12,7 @@ PARTS = "reward_parts/"
 """Prefix of part names in metrics and trajectories."""
 
 PartValues = float | dict[str, float]
-"""Checked result of a reward function: one finite number, or a finite number for each part."""
+"""Checked result of a reward function: one finite number, or a dict from the name of each reward part to a finite number."""
 
 
 class WeightedReward(float):
@@ -51,8 +51,8 @@ class RewardParts:
     """Computes weighted sums of reward parts.
 
     :func:`part_weights` documents the format of ``weights``. A part without a weight has weight 1. All records must have the
-    same parts, because a part that some records lack cannot be averaged. Every part with a weight must exist in the records,
-    because otherwise its name is probably misspelled.
+    same parts, because a part that some records lack cannot be averaged. A weight for a part that the records lack is an error,
+    because the name is probably misspelled.
     """
 
     def __init__(self, weights: str | Mapping[str, float] | None = None) -> None:
@@ -74,7 +74,7 @@ class RewardParts:
     def problem(self, reward: float) -> str | None:
         """Return an error message for a reward; None if the reward is valid.
 
-        A valid reward is finite. It has every named part that has a weight, or that any record has had so far.
+        A valid reward is finite. It contains each part that has a weight, and each part that any earlier reward contained.
         """
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:

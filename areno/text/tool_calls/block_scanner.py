@@ -15,7 +15,7 @@ from areno.text.tool_calls.json_span import JsonSpan, ValueSpan, Verdict, call_o
 from areno.text.tool_calls.parser import CallFormat, Malformed, RawCall, ScanResult
 
 MAX_HEADER = 256
-"""Maximum number of characters before the arguments of a call, including the tool's name."""
+"""Maximum length in characters of a call's header, which is the text before the arguments, such as the tool's name."""
 
 Item = RawCall | Malformed
 
@@ -36,7 +36,7 @@ class BlockBody(ABC):
 
     @abstractmethod
     def items(self, text: str, source: str) -> Sequence[Item]:
-        """Return the calls in this body, after :meth:`read` has found the end of the body. There is at least one call.
+        """Return the calls in this body (at least one). Called after :meth:`read` has found the end of the body.
 
         ``text`` is the message so far. ``source`` is the text of the whole block, with its markers.
         """

@@ -1,6 +1,7 @@
 """gpt-oss's tool-call format: message parts that are addressed to a tool.
 
-The reasoning parser first converts these parts to ``<|channel|>commentary to=NAME<|message|>{...}<|call|>``.
+The input of this parser is the output of :mod:`areno.text.reasoning`, in which each such part has the form
+``<|channel|>commentary to=NAME<|message|>{...}<|call|>``.
 """
 
 from areno.text.tool_calls.block_scanner import headed_json

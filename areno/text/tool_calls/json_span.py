@@ -1,8 +1,8 @@
 """Find the end of a JSON object or array in streamed text, and parse calls in JSON.
 
-The scanner resumes where the previous scan stopped, so a long argument takes linear time. The scanner checks the
-structure strictly, and therefore usually needs only a few characters to reject a brace that does not start a call. Line
-breaks in strings are allowed.
+The scanner resumes where the previous scan stopped, so a long argument takes linear time. The scanner stops at the first
+violation of JSON's syntax, so a brace that does not start a call is usually rejected after a few characters. Line breaks in
+strings are allowed.
 """
 
 import json

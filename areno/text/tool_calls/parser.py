@@ -89,13 +89,13 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
-    """The result of a scanner for the text from the opening marker up to the position ``end``.
+    """The result of scanning a message from an opening marker up to the position ``end``.
 
-    ``items`` lists, in order, what this text contains: calls, malformed calls and plain text.
+    ``items`` lists, in order, what the scanned text contains: calls, malformed calls and plain text.
 
     If ``items`` is empty, the text is a wrapper: a tag that only encloses calls of another format, such as the ``<tool_call>``
-    of Qwen3-Coder. A wrapper directly before a call is dropped. If nothing but wrappers follows a call, these wrappers are
-    dropped. Any other wrapper is emitted as text.
+    of Qwen3-Coder. A wrapper directly before a call is dropped. Wrappers after a call are dropped if the message contains no
+    further text. Any other wrapper is emitted as text.
     """
 
     end: int
@@ -159,7 +159,7 @@ class ToolCallParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers that open a call in any of the formats, and the markers in ``wrappers``.
+        """The opening markers of all ``formats``, and the ``wrappers``.
 
         Some of these markers may be special tokens. In this case, decode a message with ``skip_special_tokens=False``.
         Otherwise, the decoded message lacks the markers, and the parser finds no calls.

@@ -1,8 +1,8 @@
 """The tool-call formats of Qwen and MiniCPM.
 
 Qwen writes each call in a ``<tool_call>`` block, as in the Hermes format. Qwen3-Coder and Qwen 3.5 write tags instead of JSON
-inside the block. Qwen's parsers accept tags and JSON, because smaller models mix the formats. MiniCPM writes its own tags
-without a block; MiniCPM models based on Qwen write Qwen's tags.
+inside the block. MiniCPM writes its own tags without a block; MiniCPM models based on Qwen write Qwen's tags. The parsers in
+this module accept tags and JSON, because smaller models mix the formats.
 """
 
 import re
@@ -20,8 +20,8 @@ _SPACE = re.compile(r"\s*")
 def _tag_or_json(*tags: str) -> CallFormat:
     """Create a format of ``<tool_call>`` blocks with JSON.
 
-    If a block begins with one of ``tags`` instead of JSON, this format consumes only ``<tool_call>``. The format to which the
-    tag belongs then parses the call.
+    If a block begins with one of ``tags`` instead of JSON, the scan ends directly before this tag, and the format to which the
+    tag belongs parses the call.
     """
     (json_block,) = HERMES.formats
 

@@ -19,7 +19,7 @@ Example = list[TrainSequence]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBounds:
-    """Limits on the length of training rows, and texts for error messages, such as the name of the data."""
+    """Settings for converting dataset rows to training rows: length limits, and texts for error messages."""
 
     max_prompt_tokens: int  # maximum prompt length in tokens
     max_new_tokens: int  # maximum answer length in tokens, including EOS
@@ -84,8 +84,8 @@ class Objective:
 
     Attributes:
         build: function that returns the sequences of each example, and the number of dropped rows.
-        held_out: statistics of the loss that ``areno train`` also reports for held-out rows. The keys are the names of the
-            statistics in this report. The values are the names under which the loss function returns the statistics.
+        held_out: statistics that ``areno train`` reports for held-out rows, in addition to the loss. Maps the reported name of
+            each statistic to the name under which the loss function returns it.
     """
 
     needs: Needs  # what a row must have: a prompt, a prompt with a response, or a pair
@@ -116,7 +116,7 @@ class Objective:
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
     """Return an error message for ``row``, which is the first row of ``source``; empty if the row is valid.
 
-    ``loader`` is the name of the loader option.
+    ``loader`` is the option that sets a dataset loader; the message may suggest this option.
     """
     try:
         if needs == "pair":

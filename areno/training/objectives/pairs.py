@@ -170,9 +170,9 @@ DPO = Objective(
     sequences=2,
 )
 PAIRS = replace(DPO, held_out={name.removeprefix("pair_"): name for name in PAIR_STATISTICS})
-"""The objective for preference pairs whose loss function comes from the user.
+"""The objective for preference pairs with a loss function from the user.
 
-The user's loss function may report the statistics in ``PAIR_STATISTICS``.
+This loss function may report the statistics in ``PAIR_STATISTICS``.
 """
 REWARD_MODEL = Objective(
     needs="pair",

@@ -35,7 +35,10 @@ from areno.types import TrainSequence
 TokenRows = Sequence[Sequence[int]]
 Stage = Literal["rewards", "logprobs", "values", "advantages", "train"]
 Around = Callable[[Stage, str, int], AbstractContextManager[None]]
-"""Function that returns a context manager for a stage. The arguments are the stage, the role and the number of rows."""
+"""Function that returns the context manager inside which a stage of the objective runs, for example to measure its time.
+
+The arguments are the stage, the role of the model, and the number of rows.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +62,9 @@ class Prepared:
 
     Attributes:
         populations: the values of each metric, such as one value per row, by metric name. Mean, minimum and maximum of the
-            values are to be reported. By default, these are all metrics that
-            :func:`~areno.loss_fns.shaping.shape_advantages` returns, except ``gae_advantages``. If
-            :meth:`PolicyObjective.prepare` was called with ``credits`` (rewards of segments), these are the metrics that
-            :func:`~areno.loss_fns.shaping.credit_advantages` returns.
+            values are to be reported. If :meth:`PolicyObjective.prepare` was called with ``credits`` (rewards of segments), the
+            metrics are those that :func:`~areno.loss_fns.shaping.credit_advantages` returns. Otherwise, they are those that
+            :func:`~areno.loss_fns.shaping.shape_advantages` returns, except ``gae_advantages``.
         divergences: estimates of the KL divergence between the sampling policy and the policy before the update, averaged
             over the trained tokens.
     """
@@ -113,7 +115,7 @@ class PolicyObjective:
         With a critic, also add the critic's values. This method must not be called twice for the same row.
 
         Args:
-            rows: rows with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``, which are changed in place.
+            rows: the rows to change in place, with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``.
             credits: rewards of segments, such as turns, which replace the rows' rewards. With credits, ``returns``
                 is not set, and a critic is not supported.
         """

@@ -13,7 +13,7 @@ from areno.types import TrainSequence
 def build_sft_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[TrainSequence], int]:
-    """Tokenize rows for SFT. Also return the number of dropped rows.
+    """Return a training sequence for each usable row, and the number of dropped rows.
 
     A row has either ``prompt`` and ``response``, or ``question`` and ``answer``, or ``messages``. Its sequence is the encoded
     prompt and the response. An EOS token is appended to a response that does not end with EOS. Rows with an empty response, and
