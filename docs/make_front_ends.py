@@ -30,7 +30,7 @@ always available and needs no option or setting.
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One line of the table.
+    """One row of the table in ``docs/front-ends.md``.
 
     Attributes:
         name: name of the feature.

@@ -2,7 +2,7 @@
 
     python docs/make_options.py
 
-A test compares the file with the result of :func:`render`, so the page cannot differ from the options of the command.
+A test compares the file with the result of :func:`render`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def render() -> str:
 
 
 def _of_algorithms() -> Iterator[str]:
-    """Yield the page's sections about the options of algorithms. Algorithms with the same options dataclass share a section."""
     specs = [get_algorithm(name) for name in list_algorithms()]
     for declaration in dict.fromkeys(spec.options for spec in specs if spec.options is not None):
         own = [spec for spec in specs if spec.options is declaration]

@@ -211,9 +211,9 @@ class TokenConstraint(Protocol):
         ...
 
     def forces(self, token: int) -> bool:
-        """Return whether the response can continue only with the characters of ``token``, which must be an allowed token.
+        """Return whether the text of ``token`` must come next. ``token`` must be an allowed token.
 
-        Other tokens may still be allowed, because the same characters can be split into tokens in several ways.
+        Other tokens may still be allowed, because the same text can be split into tokens in several ways.
         """
         ...
 
@@ -265,8 +265,8 @@ class RolloutSequence:
 
     Attributes:
         resp_tokens: sampled token ids. A stop token that ended the response is included.
-        resp_logprobs: natural log-prob of each token under the temperature-scaled policy, before top-k and top-p. The list is
-            a :class:`Logprobs`, from which :class:`areno.TrainSequence` takes the temperature.
+        resp_logprobs: natural log-prob of each token under the temperature-scaled policy, before top-k and top-p. Stored
+            as a :class:`Logprobs`, a list with a temperature, so that :class:`areno.TrainSequence` can read the temperature.
         finish_reason: ``stop`` (EOS, stop token, stop string or end of the grammar), ``length`` (token limit) or ``abort``
             (cancelled).
         text: decoded response, cut before a stop string.

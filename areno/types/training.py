@@ -32,9 +32,8 @@ class TrainSequence:
         reward: scalar reward of the sequence.
         eos_token_id: EOS id of the model.
         loss_mask: True for tokens that count in the loss. None: all tokens for which ``prompt_mask`` is False.
-        temperature: sampling temperature of the response. Training computes log-probs at the same temperature. By default,
-            the temperature is taken from the ``logprobs`` of a :class:`~areno.types.RolloutSequence`. For other ``logprobs``,
-            the default is 1.
+        temperature: sampling temperature of the response. Training computes log-probs at the same temperature. Default:
+            the temperature stored in ``logprobs`` if this list is a :class:`~areno.types.Logprobs`, otherwise 1.
         group: index of the row's prompt in the batch.
         truncated: whether the response ended at the token limit instead of at EOS.
         prox_logprobs: log-probs of the proximal policy (the policy before the update), for the decoupled loss.
@@ -178,7 +177,7 @@ class ModelRole:
 
     @property
     def predicts(self) -> Literal["policy", "value", "reward"]:
-        """Kind of the role. If ``kind`` is ``auto``, the name of the role determines the kind."""
+        """The ``kind`` of the role, with ``auto`` replaced by the kind that the role's name implies."""
         if self.kind != "auto":
             return self.kind
         if self.name.startswith(("critic", "value")):

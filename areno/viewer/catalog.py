@@ -115,8 +115,7 @@ class RunCatalog:
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per run, with values such as name, state, steps, last reward and number of warnings.
 
-        Metrics are read only from the end of the file. If a run is unreadable, its values are empty, and ``problem`` states the
-        reason.
+        If a run is unreadable, its values are empty, and ``problem`` states the reason.
         """
         rows = [self._row(run_id, path) for run_id, path in self.paths().items()]
         return [row for row in rows if row is not None]
@@ -194,7 +193,6 @@ def _last_records(files: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _last_values(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the number of completed steps, the last reward, the last loss, and the time of the last record."""
     trained = [
         record for record in records if not all(_is_evaluated(name) for name in record.keys() - {"step", "time"})
     ]

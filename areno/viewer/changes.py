@@ -13,7 +13,7 @@ from areno.viewer.tails import file_size, file_version
 
 INTERVAL_S = 0.5
 _COMMENT_EVERY_S = 15
-"""After this number of seconds without an event, a comment is sent to keep the connection alive."""
+"""After this number of seconds without an event, the event stream sends a comment line to keep the connection alive."""
 _ROWS = ""
 """The key under which :class:`Changes` watches the list of runs. For a single run, the key is the run ID."""
 
@@ -22,7 +22,7 @@ Parts = dict[str, dict[str, Any]]
 
 
 def sizes_of(run: OpenedRun) -> Parts:
-    """Return values that change when the data of a run changes; empty if the run was deleted."""
+    """Return values, such as file sizes, by which changes of a run's data are detected; empty if the run was deleted."""
     files = run.files
     try:
         parts = {
@@ -121,7 +121,6 @@ class _Client:
         self._news.set()
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield changes as they occur. If a client reads slowly, repeated changes are merged."""
         while not self._is_ended:
             try:
                 await asyncio.wait_for(self._news.wait(), _COMMENT_EVERY_S)

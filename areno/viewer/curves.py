@@ -56,7 +56,11 @@ def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -
 
 
 def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
-    """Return the indices of at most ``limit`` (>= 4) values: first, last, and extremes of equally long intervals."""
+    """Return the indices of at most ``limit`` (>= 4) values.
+
+    If there are more than ``limit`` values, they are divided into equally long sections. The indices are then those of the
+    minimum and maximum of each section, and of the first and last value.
+    """
     if len(values) <= limit:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), (limit - 2) // 2 + 1).astype(np.intp)
@@ -71,15 +75,15 @@ def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
 def _cursor(times: Series, count: int, records: int) -> str:
     """Return a cursor: a string that marks the position after the first ``count`` values of a series.
 
-    The cursor also contains ``records``, the number of records read so far, and the time of the last of them. If this time
-    changes, the file was rewritten. The server stores nothing about a cursor. Therefore, a client's cursor and points remain
-    valid if the server closes the run or restarts.
+    The cursor also contains ``records``, the number of records read from the metrics file, and the time of the last of these
+    records. If this record later has a different time, the file was rewritten. The server stores nothing about a cursor.
+    Therefore, a client's cursor and points remain valid if the server closes the run or restarts.
     """
     return f"{count}/{records}/{times.values[records - 1] if records else 0}"
 
 
 def _known(times: Series, cursor: str) -> int:
-    """Return the number of values before a cursor; 0 if the lines before the cursor have changed."""
+    """Return the number of values before a cursor; 0 if the cursor is invalid or the metrics file was rewritten afterwards."""
     try:
         count, records = (int(part) for part in cursor.split("/")[:2])
     except ValueError:

@@ -51,13 +51,13 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
     Returns:
         - ``recorded``: number of all samples
         - ``matching``: number of samples that pass the filters
-        - ``until``: the filters were applied only to the first ``until`` samples. For the next page, pass this number as
-          ``query.until``, so that samples that are recorded in the meantime do not shift the pages.
+        - ``until``: number of samples that were considered, counted from the oldest sample. For the next page, pass this number
+          as ``query.until``, so that samples that are recorded in the meantime do not shift the pages.
         - ``samples``: entries as in :func:`describe_entry`, with ``reward_parts`` and ``excerpt``. ``excerpt`` is null if the
           sample's line is damaged or too long.
-        - ``next``: offset of the next page; None on the last page. In a text search, a page may have no samples although
-          later pages have some.
-        - ``left_out``: total size in bytes of damaged or too long lines, which have no entry in the index
+        - ``next``: offset of the next page; None on the last page. A text search reads only a limited part of the
+          samples file for each page, so a page may have no samples although later pages have some.
+        - ``left_out``: total size in bytes of the lines that cannot be listed because they are damaged or too long
 
     Raises:
         ApiError: a flag or the order is unknown.
@@ -175,7 +175,6 @@ def _texts(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the strings in a nested value, in order."""
     pending = [value]
     while pending:
         item = pending.pop()
@@ -186,7 +185,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _excerpt(record: dict[str, Any] | None, needle: str) -> dict[str, Any] | None:
-    """Return an excerpt of a record around the first match of ``needle``, and the reward parts; None if nothing matches."""
+    """Return ``excerpt``, a record's text around the first match of ``needle``, and ``reward_parts``; None without a match."""
     if record is None:
         return None if needle else {"excerpt": None, "reward_parts": {}}
     texts = _texts(record) if needle else [str(record.get("completion") or "")]

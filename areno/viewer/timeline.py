@@ -1,8 +1,8 @@
 """Reads the timeline of an asynchronous run: sessions, phases and weight versions over time.
 
 Phases are recorded with ``--trace`` or with an experiment's ``perf_tracer``. Sessions are recorded with
-``perf_tracer.session_tracer``. :func:`timeline` returns the part of the timeline before a given time. A binary search finds
-this time in the files, so only a bounded part of a long run is read.
+``perf_tracer.session_tracer``. :func:`timeline` returns a time window of the timeline. A binary search finds the window in
+the files, so the rest of a long run is not read.
 """
 
 from bisect import bisect_right
@@ -158,7 +158,10 @@ def _last_phase(run: OpenedRun, files: list[Path], until: float | None) -> float
 
 
 def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> tuple[list[dict[str, Any]], bool]:
-    """Return the last phases that overlap a window, in order of their ends, and whether earlier phases are omitted."""
+    """Return up to ``MAX_SPANS`` phases that overlap a time window: those that ended last, in order of their ends.
+
+    Also return whether other phases of the window are omitted.
+    """
     phases, more = [], False
     for path in files:
         with run.open(path) as file:
@@ -189,8 +192,8 @@ def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: f
     """Return the time at which each weight version became available.
 
     With a trace, this time is the end of the weight update. Without a trace, this time is when the step's metrics were
-    recorded, right after the update. An evaluation is recorded under the number of the next training step. If this step has
-    not been trained yet, its record contains only the evaluation, and is ignored.
+    recorded, right after the update. Records of steps that are not trained yet are ignored. They contain only an
+    evaluation, which is recorded under the number of the next training step.
     """
     data = run.data()
     times, trained = data.metrics.times, completed_steps(data)
