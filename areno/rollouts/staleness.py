@@ -7,15 +7,15 @@ number of further episodes that may start (:class:`RolloutStat` explains the cou
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
                     - (accepted + claimed + running) )
 
-A claimed episode was rejected or became stale, but still fills a place in a batch. There are claimed episodes only with dynamic
-batches (see :class:`StalenessManager`).
+A claimed episode was rejected or became stale, and is not replaced: a dynamic batch counts the episode towards its size (see
+:class:`StalenessManager`).
 
 The formula limits the staleness. Let eta be ``max_head_offpolicyness``, and let B be ``max(1, consumer_batch_size)``, which is
 the number of episodes in a batch. Each batch increases the weight version by 1. An episode can start at version ``v`` only if
-the capacity is positive. In this case, fewer than ``(eta + v + 1) * B`` earlier episodes are running, accepted or claimed. Only
-these episodes can fill places in batches. Assume that batches used episodes in the order in which the episodes started. Then at
-most ``eta + v`` batches would come before the batch with the new episode. The new episode would therefore be used at version
-``eta + v`` or earlier.
+the capacity is positive. In this case, fewer than ``(eta + v + 1) * B`` earlier episodes are running, accepted or claimed.
+Other earlier episodes do not count towards the size of a batch. Assume that batches used episodes in the order in which the
+episodes started. Then at most ``eta + v`` batches would come before the batch with the new episode. The new episode would
+therefore be used at version ``eta + v`` or earlier.
 
 But a batch does not wait for a long episode. Shorter episodes overtake the long episode, which is then used later. If the
 dispatcher has a ``max_staleness``, the dispatcher therefore checks each trajectory with :func:`too_old`.
@@ -48,7 +48,7 @@ class StalenessManager:
         consumer_batch_size: episodes per training batch.
         max_head_offpolicyness: maximum number of batches that generation may be ahead of training; 0: synchronous training.
         replaces_rejected: whether another episode may start in place of a rejected episode; False for dynamic batches. A
-            rejected episode fills a place in a dynamic batch, so the batch then has fewer trajectories.
+            dynamic batch counts rejected episodes towards its size, and therefore may have fewer trajectories.
 
     Raises:
         UsageError: ``max_head_offpolicyness`` is negative.
@@ -109,7 +109,7 @@ class StalenessManager:
         self._add(running=-1, rejected=1, claimed=0 if self.replaces_rejected else 1)
 
     def withdraw(self) -> None:
-        """Remove a cancelled running episode from the counts."""
+        """Stop counting an episode as running, because it was cancelled."""
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
@@ -117,13 +117,12 @@ class StalenessManager:
 
         Args:
             stale: count the episode as stale.
-            claimed: count the episode as claimed: although it is discarded, it fills a place in a dynamic batch. No other
-                episode may start instead. If False, another episode may start.
+            claimed: count the episode as claimed (see :class:`RolloutStat`), so that no other episode may start in its place.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
     def unclaim(self) -> None:
-        """Stop counting an episode as claimed: the rejected or stale episode no longer fills a place in a dynamic batch."""
+        """Stop counting an episode as claimed (see :class:`RolloutStat`), so that another episode may start in its place."""
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
@@ -132,7 +131,7 @@ class StalenessManager:
         Args:
             version: current weight version.
             unused: number of accepted episodes that no batch has used.
-            claimed: number of rejected or stale episodes that will fill places in dynamic batches, without a trajectory.
+            claimed: number of claimed episodes (see :class:`RolloutStat`) that no batch has counted.
         """
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)

@@ -1,4 +1,4 @@
-"""The data structures of the dispatcher: tasks, batches, and a watchdog for consecutive rejections."""
+"""Data structures of the dispatcher: tasks, batches, and a watchdog that stops a run after too many rejected episodes."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ The values of these keys have the shape ``[n]``:
 - ``num_turns``: number of turns, if the workflow counts turns.
 - ``reward_parts/NAME``: a part of the reward.
 
-If the routing of MoE layers was recorded, ``routed_experts`` has the shape ``[n, L, MoE layers, K]`` (see
-:mod:`areno.types.routing`).
+If the routing of MoE layers was recorded, ``routed_experts`` has the shape ``[n, L, M, K]``, where M is the number of MoE
+layers, and K is the number of experts per token (see :mod:`areno.types.routing`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -143,7 +143,6 @@ class _PartialMessage:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, piece: Piece) -> dict[str, Any]:
-        """Append reasoning, text or a tool call to the message. Return what was appended as a streaming ``delta``."""
         self.pieces.append(piece)
         if isinstance(piece, ContentDelta):
             return {"content": piece.text}
@@ -190,8 +189,9 @@ class ChatResponse(SampledResponse):
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
         """Add tokens of a sample, and return the chunks to stream. The list is empty if the response is not streamed.
 
-        Each chunk has reasoning, text or a tool call. Text that may be the beginning of a marker or a stop string is held back
-        until more tokens arrive. When the sample ends, a last chunk with the finish reason follows.
+        Each chunk has reasoning, text or a tool call. Text that may be the beginning of a stop string, or of a marker of
+        reasoning or tool calls, is held back until more tokens arrive. When the sample ends, a last chunk with the finish
+        reason follows.
         """
         message = self._messages[sample]
         text = message.sample.take(tokens)
@@ -216,7 +216,7 @@ class ChatResponse(SampledResponse):
         return sample.text.stop_string if sample.finish == "stop" else None
 
     def without_tokens(self) -> list[dict[str, Any]]:
-        """Finish all messages with empty content, because the prompt fills the context. Return the chunks to stream."""
+        """Return the chunks if the prompt fills the context: empty messages with the finish reason ``length``."""
         for message in self._messages:
             message.sample.finish = "length"
             self._record(message)
@@ -278,7 +278,6 @@ class ChatResponse(SampledResponse):
         return self._chunk_envelope([choice | self._details(message.sample, positions, first=first)])
 
     def _details(self, sample: ChoiceState, positions: range, *, first: bool) -> dict[str, Any]:
-        """Return the log-probs and ids of a choice's tokens at ``positions``, if the client requested them."""
         tokens = [sample.tokens[position] for position in positions]
         has_logprobs = self._body.logprobs and (tokens or not self._body.stream)
         logprobs = chat_logprobs(tokens, self._texts) if has_logprobs else None

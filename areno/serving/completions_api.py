@@ -86,8 +86,8 @@ class CompletionResponse(SampledResponse):
         return str(self._job.engine.tokenizer.decode(self._job.prompt_of(sample), skip_special_tokens=False))
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the first chunk of each choice, which has the prompt. The list is empty if neither ``echo`` nor
-        ``return_token_ids`` is set."""
+        """Return one chunk per choice, with the prompt's text if ``echo`` is set, and with the prompt's token ids if
+        ``return_token_ids`` is set. The list is empty if neither is set."""
         if not (self._body.echo or self._body.return_token_ids):
             return []
         return [

@@ -51,11 +51,6 @@ class Formats:
         return None if make is None else self._with_reasoning(make, expected.reasoning)
 
     def _with_reasoning(self, make: Callable[..., ConstraintFactory], reasoning: ReasoningParser) -> ConstraintFactory:
-        """Allow reasoning before the constrained response.
-
-        Reasoning is allowed if the prompt opens the reasoning, or if the opening marker is a single token. Otherwise, reasoning
-        is not allowed.
-        """
         if reasoning.starts_inside:
             return make(after=reasoning.closer)
         text = reasoning.opener
@@ -65,10 +60,10 @@ class Formats:
         return OptionalReasoning(make(), make(after=reasoning.closer), ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintFactory] | None:
-        """Return a function that creates the constraint factory of the response; None if the response is not constrained.
+        """Return a function that returns a :data:`ConstraintFactory`. None if the response is not constrained.
 
-        The returned function has an optional argument ``after``: a marker such as ``</think>``. If ``after`` is set, the
-        constraint applies only to the text after this marker.
+        The function has an optional argument ``after``: a marker such as ``</think>``. If ``after`` is set, the constraint
+        applies only to the text after this marker.
         """
         tokenizer = self._engine.tokenizer
         options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
@@ -124,7 +119,6 @@ class MessageReader:
         return pieces
 
     def _drop_extra_calls(self, deltas: Sequence[ContentDelta | ToolCallDelta]) -> list[Piece]:
-        """If parallel calls are not allowed, drop all tool calls after the first call."""
         pieces: list[Piece] = []
         for delta in deltas:
             if isinstance(delta, ToolCallDelta):

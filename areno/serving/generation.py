@@ -52,7 +52,7 @@ class Generation:
 
     Args:
         metrics: metrics in which token latencies are recorded.
-        requests: one request per prompt. Samples are numbered prompt by prompt.
+        requests: one request per prompt. Samples are numbered consecutively across all prompts.
         on_end: function that is called once in the event loop when the last sample has ended.
         streams: deliver tokens as they arrive. Otherwise, all tokens are delivered when the last sample has ended.
 
@@ -144,19 +144,16 @@ class _TokenQueue:
         self._woken = False
 
     def put(self, item: _Item, wakes: bool) -> None:
-        """Append an item, and wake the reader if ``wakes`` is true. Thread-safe."""
         self._items.append(item)
         if wakes:
             self.wake()
 
     def wake(self) -> None:
-        """Wake the reader. Thread-safe."""
         if not self._woken:
             self._woken = True
             self.call(self._ready.set)
 
     def call(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the event loop. Thread-safe."""
         # A closed loop has no readers left, and must not raise in the engine's thread.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work)

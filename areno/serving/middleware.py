@@ -1,5 +1,7 @@
-"""The middleware of every request: checks the API key or the host, limits the size of the body, and adds a request id. The
-middleware also records metrics, and converts errors to responses.
+"""The middleware of every request: checks the API key, limits the size of the body, and adds a request id.
+
+On a loopback server without an API key, the middleware checks the ``Host`` header instead. The middleware also records metrics,
+and converts errors to responses.
 """
 
 import secrets
@@ -155,6 +157,5 @@ class _ResponseSender:
         await self._send(message)
 
     async def error(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Send an error response. If a response has already started, do nothing."""
         if not self.status:
             await error.response()(scope, receive, self)

@@ -21,8 +21,7 @@ _TEXTS: tuple[tuple[BlockKind, str], ...] = (("reasoning", "reasoning_content"),
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """Build a chat request from converted fields, leaving out fields that are None. Raises ApiError 400 if a field is
-    invalid."""
+    """Build a chat request from the fields that are not None. Raises ApiError 400 if a field is invalid."""
     try:
         return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:

@@ -69,14 +69,15 @@ class SessionRecorder(Protocol):
     session: SessionHandle  # tracing session of the requests
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
-        """Open a turn. Runs in a thread of :meth:`Service.prepare`. Raises UsageError if the template rejects the messages."""
+        """Open a turn, in a worker thread (see :meth:`Service.prepare`). Raises UsageError if the template rejects the
+        messages."""
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
         """Set the reward of a response, by default the latest response. Raises ValueError if the response does not exist."""
 
 
 class Recorder(Protocol):
-    """Records conversations by API key."""
+    """Records conversations, with one :class:`SessionRecorder` per API key."""
 
     sampling: SamplingParams  # default values of fields that a request does not set
     context_limit: int | None  # maximum tokens of prompt plus response; None: the model's limit

@@ -39,7 +39,7 @@ class GenerationJob:
         return self.requests[sample // self.body.samples].prompt_tokens
 
     def sample_text(self) -> SampleText:
-        """Return a new decoder for one sample."""
+        """Return a new :class:`SampleText`, which converts the tokens of one sample to text."""
         return SampleText(self.engine.tokenizer, self.stop, self.stop_ids, self.skip_special_tokens)
 
 

@@ -24,7 +24,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class ChoiceState:
-    """The state of a sample of a response during generation."""
+    """The state of one sample during generation. Each sample is a choice of the response."""
 
     index: int  # index of the choice
     text: SampleText  # decodes the tokens
@@ -34,7 +34,7 @@ class ChoiceState:
     finish: FinishReason | None = None  # None while the sample runs
 
     def take(self, tokens: Sequence[GeneratedToken]) -> str:
-        """Add tokens, and return the new text that later tokens cannot change."""
+        """Add tokens, and return the new visible text (see :meth:`SampleText.push`)."""
         self.tokens += tokens
         self.finish = tokens[-1].finish
         text, offsets = self.text.push(tokens)
@@ -64,7 +64,10 @@ class SampledResponse:
         self._samples = [ChoiceState(index, job.sample_text()) for index in range(count)]
 
     def check(self) -> None:
-        """Raise ApiError if a sample was cancelled. While the client is connected, only a shutdown cancels samples."""
+        """Raise ApiError 503 (the server is shutting down) if a sample was cancelled.
+
+        A disconnect also cancels samples, but then the client does not receive the error.
+        """
         if any(sample.finish is None for sample in self._samples):
             raise ApiError(503, "the server is shutting down and cancelled this request", code="draining")
 
@@ -90,7 +93,6 @@ class SampledResponse:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _token_ids(self, sample: ChoiceState, positions: range, first: bool) -> dict[str, list[int]]:
-        """Return the token ids of a choice, if requested. The ``first`` chunk also has the token ids of the prompt."""
         if not self._job.body.return_token_ids:
             return {}
         prompt = {"prompt_token_ids": self._job.prompt_of(sample.index)} if first else {}

@@ -1,7 +1,8 @@
 """The layer between HTTP and the engine: server state, admission control and the requests in flight.
 
-Almost all code runs in the thread of the event loop. The thread that loads the model calls :meth:`Service.attach`. If loading
-fails, this thread sets :attr:`Service.failure`. The threads of :meth:`Service.prepare` call :meth:`Service.seeds`.
+Almost all code runs in the thread of the event loop, with two exceptions. The thread that loads the model calls
+:meth:`Service.attach`, and sets :attr:`Service.failure` if loading fails. The worker threads that run the argument ``work`` of
+:meth:`Service.prepare` call :meth:`Service.seeds`.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ class Service:
     def check_characters(self, characters: int) -> None:
         """Raise ApiError 400 if a request has too much text. Called before tokenizing.
 
-        The check is skipped if the server records conversations for training. The clients are then agents. If a conversation
-        fills the context, an agent must receive an empty response (see :func:`build_job`), not an error.
+        The check is skipped if the server records conversations for training: if such a conversation fills the context, the
+        client (an agent) must receive an empty response (see :func:`build_job`), not an error.
         """
         if self.recorder is not None:
             return
@@ -236,8 +237,8 @@ class Service:
     # -- shutdown --------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Reject new requests, wait up to ``timeout_s`` seconds, and cancel open samples. Return the number of cancelled
-        samples."""
+        """Reject new requests, wait up to ``timeout_s`` seconds until all samples have ended, and cancel the remaining samples.
+        Return the number of cancelled samples."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:
@@ -270,8 +271,8 @@ def reduced_gc() -> Iterator[None]:
     """Collect garbage less often, and never scan the objects that exist now, such as the model and the tokenizer.
 
     With Python's default thresholds, collections take a fifth of a server's time, because each full collection scans a million
-    long-lived objects. When the last server ends, the old thresholds are restored, so that training releases unused tensors
-    early.
+    long-lived objects. When the last server in this process ends, the old thresholds are restored, so that later training in
+    the same process releases unused tensors early.
     """
     _freeze_heap()
     with _gc_lock:
@@ -291,7 +292,8 @@ def reduced_gc() -> Iterator[None]:
 def _freeze_heap() -> None:
     """Exclude all current objects from garbage collection. Only the first call has an effect.
 
-    Another call would also exclude the objects created later, whose reference cycles would then never be freed.
+    A second call would also exclude the objects that were created after the first call. Reference cycles of these objects would
+    then never be freed.
     """
     gc.collect()
     gc.freeze()

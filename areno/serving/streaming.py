@@ -52,7 +52,7 @@ async def respond(
 
 
 def respond_at_once(job: GenerationJob, chunks: list[dict[str, Any]], builder: ResponseBuilder) -> Response:
-    """Return a response that needs no generation."""
+    """Return the empty response to a prompt that fills the context. ``chunks`` is used only if the response is streamed."""
     if not job.body.stream:
         return JSONResponse(builder.complete())
     return Response(_joined([*chunks, *builder.closing()]) + builder.ending, media_type=EventStream.media_type)

@@ -59,9 +59,10 @@ class SampleText:
         return self._cut.matched
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:
-        """Add tokens. Return the new text that later tokens cannot change, and each token's character offset.
+        """Add tokens. Return the new text, and the character offset of each added token in the text of the sample.
 
-        The last token of the sample flushes all text.
+        Text that later tokens may change is held back: an incomplete character, or a possible beginning of a stop string. The
+        last token of the sample flushes all text.
         """
         last, pieces, offsets = tokens[-1], [], []
         hidden = last.finish == "stop" and last.token in self._stop_ids

@@ -81,9 +81,9 @@ def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
 def send(engine: Engine, update: Update) -> str:
     """Send the weights of the trainer as ``update`` specifies. All ranks of the trainer must call this function.
 
-    If ``update.segment`` is set, rank 0 writes the weights to this shared memory. Otherwise, if ``update.kept`` is set, rank 0
-    keeps a copy of the weights for replicas that start later. If ``update.channel`` is set, rank 0 also broadcasts the weights
-    to this process group. Returns an empty string, or the error of a failed broadcast.
+    If ``update.segment`` is set, rank 0 writes the weights to the shared memory with this name. Otherwise, if ``update.kept``
+    is set, rank 0 keeps a copy of the weights for replicas that start later. In either case, if ``update.channel`` is set, rank
+    0 broadcasts the weights to the process group with this name. Returns an empty string, or the error of a failed broadcast.
     """
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
@@ -114,7 +114,7 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the full tensors if this rank must help to gather them (see :func:`whole_tensors`). Otherwise, yield nothing.
+    """Yield the full tensors on ranks that help to gather them (see :func:`whole_tensors`), and nothing on other ranks.
 
     With FSDP, all ranks help, because every rank has shards. Without FSDP, each data-parallel replica has the whole model.
     Therefore, only the ranks of replica 0 help.
@@ -131,10 +131,6 @@ def _send_bucket(engine: Engine, channel: str, bucket: Sequence[TensorSpec], ten
 
 
 def _broadcast(channel: str, memory: Tensor) -> None:
-    """Broadcast ``memory`` (uint8) from the trainer to the process group ``channel``.
-
-    On a replica, the received bytes overwrite ``memory``.
-    """
     if channel not in _channels:
         raise BrokenChannelError("the trainer and the rollout replicas could not form a process group")
     try:
@@ -144,7 +140,6 @@ def _broadcast(channel: str, memory: Tensor) -> None:
 
 
 def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpec]]:
-    """Yield buckets of consecutive tensors. A bucket has at most ``limit`` bytes. A larger tensor is alone in its bucket."""
     bucket: list[TensorSpec] = []
     for spec in specs:
         if bucket and sum(s.nbytes for s in bucket) + spec.nbytes > limit:
@@ -205,7 +200,6 @@ def _settle(device: torch.device) -> None:
 
 
 def _arrived(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """Return the received full tensors by name, in the dtypes of the specs."""
     if update.channel:
         return _from_channel(engine, update)
     if update.folder:
@@ -230,7 +224,6 @@ def _from_channel(engine: Engine, update: Update) -> dict[str, Tensor]:
 
 
 def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
-    """Load the weights from a checkpoint folder. The result maps each name in ``update.specs`` to its tensor."""
     if engine.actor.model.adapter is not None:
         stored = load_file(Path(update.folder) / "adapter_model.safetensors")
         names = {spec.name: "base_model.model." + spec.name.replace(f".{NAME}.", ".") for spec in update.specs}
@@ -286,7 +279,7 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
 def _meet(where: Rendezvous, channel: str, rank: int, size: int, device: torch.device) -> RankGroup:
     """Form the process group in a thread, so that this call can raise an error as soon as a member dies.
 
-    Gloo itself would let the other members wait for five times the timeout.
+    If a member dies, gloo lets the others wait for five times the timeout of the process group.
     """
     formed: Future[RankGroup] = Future()
 
@@ -304,7 +297,7 @@ def _meet(where: Rendezvous, channel: str, rank: int, size: int, device: torch.d
 
 @dataclass(frozen=True, slots=True)
 class DialledStore:
-    """A :class:`Rendezvous` at an existing TCP store. Programs other than areno can join this store."""
+    """A :class:`Rendezvous` through an existing TCP store. Programs other than areno can also connect to this store."""
 
     host: str
     port: int
@@ -314,13 +307,13 @@ class DialledStore:
         return dist.TCPStore(self.host, self.port, size, False, patience)
 
     def open(self, name: str) -> None:
-        """Do nothing. A group needs no announcement, because its members know the TCP store's address (``host``, ``port``)."""
+        """Do nothing. A new process group is not announced, because its members connect to the TCP store directly."""
 
     def come(self, name: str, member: int) -> None:
-        """Do nothing. The members of a process group connect directly to the TCP store, and are not registered."""
+        """Do nothing. Members are not registered, because they connect to the TCP store directly."""
 
     def members(self, name: str) -> int:
-        """Return a number that is larger than any process group, because this rendezvous does not count members.
+        """Return a number that is larger than the size of any process group. The actual number of members is unknown.
 
         A caller that waits until all members have joined therefore continues at once. The members wait for each other later,
         when they form the process group.

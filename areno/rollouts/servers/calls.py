@@ -72,7 +72,10 @@ class ServerCalls(Protocol):
         """Generate one answer, with the log-prob and weight version of each token."""
 
     async def abort(self, http: httpx.AsyncClient, rids: list[str]) -> None:
-        """Abort samples, so that ``generate`` returns partial answers. Samples in the server's queue may still start."""
+        """Abort the samples ``rids``, so that ``generate`` returns partial answers.
+
+        If such a sample is still in the server's queue, the server may start the sample nevertheless.
+        """
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
         """Pause generation, load a checkpoint, and resume. Caches that were computed with the old weights are discarded."""
@@ -88,7 +91,7 @@ class ServerCalls(Protocol):
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return the version of each token. Each span has a ``version``, and the token indices ``start`` and ``end``."""
+    """Return the weight version of each token. Each span has a ``version``, and the token indices ``start`` and ``end``."""
     return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
 

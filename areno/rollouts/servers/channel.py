@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class ServerChannel:
-    """A process group of the trainer's rank 0 and the workers of all servers. When a member changes, the group is recreated.
+    """A process group of the trainer's rank 0 and the workers of all servers.
+
+    If a server is added, removed or replaced, the group is recreated.
 
     The process that creates this object runs a TCP store, which listens at ``host``. The members of the group connect to this
     store.
@@ -49,8 +51,9 @@ class ServerChannel:
     def fits(self, engine: Backend) -> bool:
         """Whether weights can be broadcast to the servers.
 
-        Broadcasts require local safetensors files of the servers' checkpoint that contain all tensor names of the trainer's
-        model. Broadcasts also become impossible if the trainer and the servers fail to connect (see :meth:`_meet`).
+        Broadcasts require that this machine has the safetensors files of the servers' checkpoint, and that these files contain
+        all tensor names of the trainer's model. Broadcasts also become impossible if the trainer and the servers fail to
+        connect (see :meth:`_meet`).
         """
         if self._fits is None:
             self.specs = tuple(engine.run_on_all_ranks(weight_update.own_specs)[0])
@@ -134,7 +137,8 @@ class ServerChannel:
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
         """Let the trainer and all servers form a process group. Return the group's name, or an empty string on failure.
 
-        If the group could not be formed although no server has failed, later updates use folders instead of broadcasts.
+        If the group could not be formed, later updates use folders instead of broadcasts. But if a server has failed, this may
+        be the cause, so the next update tries to form the group again.
         """
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:
@@ -168,7 +172,6 @@ class ServerChannel:
 
 
 def _stored_names(path: str) -> set[str]:
-    """Return the tensor names in a checkpoint folder or a cached hub snapshot. Empty if there are no safetensors files."""
     folder = Path(path)
     if not folder.is_dir():
         with suppress(OSError, ValueError):

@@ -111,8 +111,8 @@ def arguments_of(path: str, options: ServerOptions) -> list[str]:
 
 
 def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
-    """Return the default environment variables of a server. ``devices`` is None on CPUs and if a launcher assigns the
-    devices."""
+    """Return the default environment variables of a server. ``devices`` is None if the server runs on CPUs or if a launcher
+    assigns the devices."""
     chosen = {}
     if devices is not None:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

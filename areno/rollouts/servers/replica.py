@@ -196,8 +196,8 @@ class ServerReplica:
     async def _abandon_if_unhealthy(self, error: EngineError) -> None:
         """Abandon the server if it is unhealthy.
 
-        Call this method before an error is reported to the router. The router resubmits the failed request to another server
-        only if this server is already marked as failed.
+        Call this method before an error is reported to the router. The router resubmits the failed request to another replica
+        only if the server of this replica is already marked as failed.
         """
         if self.workers.failed or await self._healthy():
             return
@@ -290,11 +290,12 @@ class ServerReplica:
         return self.calls
 
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
-        """Return token ids, and the server's log-probs of a suffix of these tokens.
+        """Return token ids, and the server's log-probs of some of these tokens.
 
-        Without an adapter, the server scores the prompt. With an adapter, the server instead generates an answer, and the
-        log-probs are those of the answer. The prompt is not scored in this case, because vLLM 0.32 on CPUs crashes if it
-        computes prompt log-probs concurrently with other requests of an adapter.
+        Without an adapter, the tokens are those of the prompt, and all except the first have log-probs. With an adapter, the
+        server generates an answer, the tokens are those of the prompt and the answer, and only those of the answer have
+        log-probs. The prompt is not scored in this case, because vLLM 0.32 on CPUs crashes if it computes prompt log-probs
+        concurrently with other requests of an adapter.
 
         If the call to the server fails, this method checks the server's health and raises EngineError. An unhealthy server is
         marked as failed, and is stopped if areno has started the server.
@@ -337,7 +338,6 @@ class ServerReplica:
         return False
 
     async def _watch_health(self) -> None:
-        """Abandon the server after three failed health checks in a row. Its engine has probably died."""
         sick = 0
         while not self.workers.failed:
             await asyncio.sleep(_HEALTH_S)

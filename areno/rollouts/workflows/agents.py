@@ -35,8 +35,8 @@ DEFAULTS = AgentConfig(tool_call_parser="auto", reasoning_parser="auto")
 class AgentWorkflow(RolloutWorkflow):
     """Runs an agent once per sample.
 
-    ``run`` returns the reward of the last answer as a number, or a dictionary from response ids to rewards. If the agent has
-    sent rewards to ``/rl/set_reward``, ``run`` may return None. An episode without any reward fails.
+    The agent's method ``run`` returns the reward of the last answer as a number, or a dictionary from response ids to rewards.
+    If the agent has sent rewards to ``/rl/set_reward``, ``run`` may return None. An episode without any reward fails.
 
     Args:
         agent: object with a method ``async run(data, **extra)``. ``extra`` contains ``base_url`` and ``api_key``, and in mode

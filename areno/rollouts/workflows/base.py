@@ -97,12 +97,12 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return stack(accepted) if accepted else None
 
     async def aclose(self) -> None:
-        """Release the resources of the inner workflow."""
+        """See :meth:`RolloutWorkflow.aclose`."""
         await self.workflow.aclose()
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """Convert the result of a workflow to tensors. None if the result is None or has no rows, which means a rejected episode.
+    """Convert the result of an episode to tensors. Return None for a rejected episode, whose result is None or has no rows.
 
     With ``check``, the keys, shapes and values of tensors are checked.
 
@@ -131,9 +131,9 @@ class Episodes:
         self._loop = EpisodeLoop()
 
     def start(self, number: int, data: dict[str, Any], samples: int) -> Future[list[SampleRows]]:
-        """Generate several samples for a data row. The future returns one entry per sample, or raises the error of an episode.
+        """Generate several samples for a data row. Seeds are derived from the group's ``number``.
 
-        Seeds are derived from the group's ``number``.
+        The future returns one entry per sample. If generating a sample fails, the future raises the error instead.
         """
         return self._loop.start(self._run(number, data, samples))
 

@@ -32,9 +32,9 @@ TRY_AGAIN = (
 class MultiTurnWorkflow(RolloutWorkflow):
     """Generates answers until an answer has a reward other than 0, but at most ``max_turns`` answers.
 
-    The conversation continues from the sampled tokens, and becomes one training row with all answers. If the chat template
-    rewrites the history, the conversation becomes several rows. The reward of each row is the last answer's reward times
-    ``turn_discount ** (n - 1)``, where n is the number of answers.
+    Each prompt reuses the sampled tokens of the earlier answers, so that the conversation becomes one training row. If the chat
+    template rewrites the history, the conversation becomes several rows. The reward of each row is the last answer's reward
+    times ``turn_discount ** (n - 1)``, where n is the number of answers.
 
     :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow` documents the other arguments.
 

@@ -62,7 +62,7 @@ class RewardCall:
         self.func = named_object(sent, option="reward_fn") if isinstance(sent, str) else cloudpickle.loads(sent)
 
     def __call__(self, record: RewardRecord) -> Any:
-        """Call the function. If the function returns a coroutine, run the coroutine and return its result."""
+        """Return the result of the reward function. If this result is a coroutine, run it, and return its result instead."""
         ids = record.metadata["prompt_ids"], record.tokens
         returned = self.func(record.prompt, record.completion, *ids, **record.source_record)
         return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned

@@ -64,7 +64,6 @@ class AgentProcesses:
         raise AgentError(f"the agent failed: {value}")
 
     def _give_back(self, worker: WorkerProcess, asked: Future[list[Any]]) -> None:
-        """Return a process to the pool if it has answered and the pool is open. Otherwise kill the process."""
         self._busy.discard(worker)
         if not self._closed and asked.done() and not asked.cancelled() and asked.result()[0] != "died":
             self._idle.append(worker)
@@ -106,8 +105,8 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
 def main(settings: dict[str, Any]) -> None:
     """Run agents until the parent closes the connection.
 
-    ``settings`` has two file descriptors: jobs arrive through ``connection``, and this process is killed when the parent exits
-    or closes its end of ``lifeline``.
+    ``settings`` has the file descriptors ``connection`` and ``lifeline``. Jobs arrive through ``connection``. When the parent
+    exits or closes the other end of ``lifeline``, this process is killed.
     """
     frames = supervised(settings["lifeline"], settings["connection"])
     while True:

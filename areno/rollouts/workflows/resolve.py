@@ -31,7 +31,7 @@ def resolve_workflow(
         workflow: workflow or agent, given as an object, a class, or the name of an object or class.
         gconfig: sampling settings of agents. Workflows get settings through ``workflow_kwargs`` and ``offered``.
         workflow_kwargs: keyword arguments of the class; an error if ``workflow`` is an object.
-        offered: further keyword arguments. The class gets only the arguments that it declares.
+        offered: further keyword arguments, of which the class gets only those that it declares.
         agent: agent options.
         model_name: model name in an agent's requests.
 

@@ -1,7 +1,8 @@
 """Weight transfer engine for vLLM servers. Weights are broadcast with gloo between CPUs and with NCCL between GPUs.
 
-vLLM's workers import this module in an environment that may lack areno. ``/init_weight_transfer_engine`` joins the trainer's
-group. ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` load new weights.
+vLLM's workers import this module in an environment that may lack areno. A request to ``/init_weight_transfer_engine`` lets the
+workers join the trainer's process group. Requests to ``/start_weight_update``, ``/update_weights`` and
+``/finish_weight_update`` load new weights.
 """
 
 import socket
@@ -91,7 +92,7 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, WeightInfo]):
             torch.cuda.synchronize()
 
     def receive_weights(self, update_info: WeightInfo) -> None:
-        """Receive and load the tensors of all buckets."""
+        """Receive and load the tensors that ``update_info`` lists."""
         if self._group is None:
             raise RuntimeError("this worker has not joined a group; call init_weight_transfer_engine first")
         for bucket in _buckets(update_info):
