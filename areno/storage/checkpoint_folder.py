@@ -144,10 +144,10 @@ class CheckpointFolder:
             if path_step > step:
                 hidden = self._set_aside(path, _REWOUND)
                 _log.warning(
-                    "%s is later than step %d, from which the run resumes, and was renamed to %s",
+                    "checkpoint %s was renamed to %s, because the run resumes from the earlier step %d",
                     path,
-                    step,
                     hidden.name,
+                    step,
                 )
 
     def _newest_first(self) -> list[tuple[int, Path]]:

@@ -168,8 +168,8 @@ class RunDirectory:
         if record is None:
             index = index_path(self.samples_path)
             raise ArenoError(
-                f"{self.samples_path}: the {entry['length']} bytes at position {entry['offset']} are damaged or too long for a "
-                f"sample; if {index.name} is the index of another file, delete {index.name}"
+                f"{self.samples_path}: the sample at byte {entry['offset']} is damaged, or its {entry['length']} bytes exceed "
+                f"the limit of {MAX_BYTES}; if {index.name} does not belong to this file, delete {index.name}"
             )
         return record
 

@@ -61,5 +61,5 @@ def _open_below(folder: Path, path: Path) -> int:
 
 
 def _refusal(path: Path) -> ApiError:
-    message = f"{path.name} of this run is not a regular file inside the viewed folder"
+    message = f"{path.name} of this run is not a regular file, or is outside the viewed folder"
     return ApiError(403, message, code="outside_folder")

@@ -85,10 +85,10 @@ def command_of(options: ServerOptions) -> list[str]:
     if executable is None:
         example = {"vllm": "vllm serve", "sglang": "python -m sglang.launch_server"}[options.product]
         raise UsageError(
-            f"{options.product} is not installed in this environment; install it, or do one of the following: set "
-            f"{options.product}.command (`areno run`) or --rollout-server-command (`areno train`) to the command of another "
-            f"installation, such as '/PATH/bin/{example}'; set rollout.api_url or --rollout-url to the addresses of running "
-            "servers; set rollout.backend=areno:dN or --rollout-backend areno to use areno's own engine"
+            f"{options.product} is not installed in this environment; install it, or name the command of another "
+            f"installation, such as '/PATH/bin/{example}' (areno run: {options.product}.command, areno train: "
+            "--rollout-server-command), or use running servers (areno run: rollout.api_url, areno train: --rollout-url), or "
+            "use areno's own engine (areno run: rollout.backend=areno:d1, areno train: --rollout-backend areno)"
         )
     return command
 

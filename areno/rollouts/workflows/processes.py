@@ -99,7 +99,7 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
         return ["died", worker.exit_reason()]
     except (FrameError, ValueError, TypeError, RecursionError) as error:
         return ["died", f"the process violated the protocol and was stopped: {error}"]
-    return ["died", f"the process sent an unknown answer {kind!r:.80} and was stopped"]
+    return ["died", f"the agent's process sent an invalid message of kind {kind!r:.80} and was stopped"]
 
 
 def main(settings: dict[str, Any]) -> None:
