@@ -72,7 +72,7 @@ FEATURES = (
     Feature("preference training without a reference (SimPO)", ("--algo",), ("actor.algorithm",)),
     Feature("KL in the loss", ("--kl-coef", "--kl-loss-coef"), ("actor.kl_loss_coef",)),
     Feature("KL in the reward", ("--kl-reward-coef",), ("actor.kl_ctl",)),
-    Feature("log-probs of DPO's reference cached on disk", ("--ref-ckpt",), ("ref.path",)),
+    Feature("disk cache for the log-probs of DPO's reference", ("--ref-ckpt",), ("ref.path",)),
     Feature("label smoothing of DPO", ("--dpo-label-smoothing",), ("actor.label_smoothing",)),
     Feature("reward function", ("--reward-fn-path",), ("reward.fn",)),
     Feature("weights of a reward's parts", ("--reward-weights",), ("reward.weights",)),

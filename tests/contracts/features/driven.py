@@ -149,7 +149,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "routing replay": lambda run: run.column("routed_experts_changed") != [],
     "configurable policy loss (DAPO, CISPO, SAPO, M2PO, IcePop)": lambda run: run.knobs["knobs"].eps_clip_higher == 0.3,
     "label smoothing of DPO": lambda run: run.knobs["label_smoothing"] == 0.1,
-    "log-probs of DPO's reference cached on disk": lambda run: (
+    "disk cache for the log-probs of DPO's reference": lambda run: (
         run.losses == {"dpo_loss_fn"} and any(cache_folder(CACHE_KIND).iterdir())
     ),
     "preference training without a reference (SimPO)": lambda run: run.losses == {"simpo_loss_fn"} and not run.scored,

@@ -136,7 +136,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     "yaml terminal": (RUN_SFT + " total_train_steps=1", "live display on a terminal"),
     "flags pairs": (
         TRAIN + " --algo dpo --batch-size 6 --max-steps 1 --dpo-label-smoothing 0.1",
-        "label smoothing of DPO, log-probs of DPO's reference cached on disk",
+        "label smoothing of DPO, disk cache for the log-probs of DPO's reference",
     ),
     "flags simpo": (
         TRAIN + " --algo simpo --batch-size 6 --max-steps 1",
@@ -144,7 +144,7 @@ DRIVES: dict[str, tuple[str, str]] = {
     ),
     "yaml pairs": (
         RUN + " train_dataset.type=dpo total_train_steps=1 actor.label_smoothing=0.1 ref.path={ckpt}",
-        "label smoothing of DPO, log-probs of DPO's reference cached on disk",
+        "label smoothing of DPO, disk cache for the log-probs of DPO's reference",
     ),
     "yaml simpo": (
         RUN + " train_dataset.type=dpo total_train_steps=1 actor.algorithm=simpo",
