@@ -20,8 +20,8 @@ BEGIN = (
 )
 END = "<!-- The end of what docs/make_metrics.py writes. -->\n"
 _NOTE = (
-    "With DAPO, CISPO, SAPO, M2PO or IcePop, `train/` also contains the statistics that `areno run` reports for [the actor's "
-    "update](statistics.md#the-actors-update).\n"
+    "With DAPO, CISPO, SAPO, M2PO or IcePop, the metrics `train/*` also include the statistics that `areno run` reports for "
+    "[the actor's update](statistics.md#the-actors-update).\n"
 )
 
 

@@ -89,7 +89,7 @@ ADVICE: dict[str, Advice] = {
         "in the run. Then fix the loophole, or change --reward-weights",
     ),
     "rollout/accuracy": Advice(
-        "0.1 to 0.9 while the policy learns, if only correct answers get a reward above 0",
+        "0.1 to 0.9 while the policy learns, provided that wrong answers get a reward of at most 0",
         "If the accuracy is near 0, use easier prompts, or run SFT first. If the accuracy is near 1, the task is "
         "solved: use harder prompts",
     ),
@@ -213,7 +213,7 @@ ADVICE: dict[str, Advice] = {
     "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
     "train/sampling_cut_mass": Advice(
         "above 0 only with --top-k, --top-p or a grammar. With --top-p alone, the value is below 1 - top_p",
-        "The log-probs in training ignore --top-k, --top-p and grammars: raise or omit --top-k or --top-p",
+        "Training assumes sampling without --top-k, --top-p and grammars: omit --top-k and --top-p, or raise their values",
         0,
         0.2,
     ),
@@ -255,22 +255,25 @@ ADVICE: dict[str, Advice] = {
         low=0,
     ),
     "train/pair_accuracy": Advice("depends on the initial model in the first step, later 0.6 to 0.95", _RISING_PAIRS),
-    "train/pair_reward_margin": Advice("rises. With SimPO, the margin reaches at least --simpo-gamma", _RISING_PAIRS),
+    "train/pair_reward_margin": Advice("rises. With SimPO, this metric should exceed --simpo-gamma", _RISING_PAIRS),
     "train/pair_chosen_reward": Advice(
         "below 0 with SimPO, because the reward is --simpo-beta times the mean log-prob of the answer",
         "If chosen and rejected rewards fall far, both answers become unlikely: lower --lr or --epochs",
     ),
     "train/rm_loss": Advice("starts at 0.69, then falls", _RISING_PAIRS, 0, 0.75),
-    "train/rm_accuracy": Advice("0 in the first step, because all scores are equal, then 0.6 to 0.9", _RISING_PAIRS),
+    "train/rm_accuracy": Advice(
+        "0 in the first step, because a new head gives all answers equal scores. Later 0.6 to 0.9", _RISING_PAIRS
+    ),
     "train/critic_explained_variance": Advice(
-        "also below 0 in the first steps, later 0.3 or more",
+        "may be below 0 in the first steps, usually at least 0.3 later",
         "If the metric stays near 0, raise --critic-lr. Two other options of `areno train` can help: "
         "--critic-warmup-steps and, if most answers are truncated, --no-bootstrap-truncated",
         0,
         1,
     ),
     "train/critic_value_loss": Advice(
-        "falls during the warm-up, then changes with the policy", "See critic_explained_variance"
+        "falls during the critic warm-up. Later, the loss may rise or fall when the policy changes",
+        "See critic_explained_variance",
     ),
     "train/critic_value_clipfrac": Advice("", "Lower --critic-lr, or raise --value-clip-eps", 0, 0.2),
     "train/normalized_advantage_std": Advice("1 with --whiten-advantages", "", 0.9, 1.1),

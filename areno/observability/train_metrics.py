@@ -67,7 +67,7 @@ _SAMPLES: _Rows = (
         "and training on the sample",
     ),
     ("agent_failed", "samples", "with `--agent-fn`: samples dropped because the agent failed"),
-    ("agent_rerun", "samples", "with `--agent-fn`: samples that the trainer repeated after a failure"),
+    ("agent_rerun", "samples", "with `--agent-fn`: retries of samples on which the agent failed"),
     ("agent_filtered_long", "samples", "with `--agent-fn`: samples dropped because they exceed the context length"),
     (
         "agent_forks",
@@ -206,7 +206,11 @@ _PPO: _Rows = (
 )
 _PAIRS: _Rows = (
     ("{dpo,pair,rm}_loss", "nats", "loss of DPO (`dpo`), SimPO (`pair`) or a reward model (`rm`)"),
-    ("{dpo,pair,rm}_accuracy", "fraction", "fraction of pairs whose chosen answer has the higher reward or score"),
+    (
+        "{dpo,pair,rm}_accuracy",
+        "fraction",
+        "fraction of pairs whose chosen answer has the higher implicit reward (DPO, SimPO) or score (reward model)",
+    ),
     (
         "{dpo,rm}_margin",
         "reward",
@@ -256,7 +260,7 @@ _EVALUATION: _Rows = (
         "accuracy",
         "fraction",
         "fraction of answers with a reward above 0. Training on pairs: fraction of pairs whose chosen answer has the higher "
-        "reward or score",
+        "implicit reward (DPO, SimPO) or score (reward model)",
     ),
     ("pass@K", "probability", "probability that at least one of K answers to a prompt has a reward above 0"),
     ("response_len_mean", "tokens", "mean number of tokens per answer"),
