@@ -52,8 +52,8 @@ _EPISODES: _Rows = (
         "later batch",
     ),
     ("rejected", "cumulative number of prompts whose episodes failed, returned None or were filtered out"),
-    ("failed", "number of prompts that count as rejected because their workflow raised an error"),
-    ("filtered", "number of prompts that count as rejected because the filter rejected their trajectory"),
+    ("failed", "cumulative number of prompts whose workflow raised an error"),
+    ("filtered", "cumulative number of prompts whose group of samples the filter rejected"),
     ("stale", "cumulative number of prompts whose episodes became too stale before training used them"),
 )
 _LAG: _Rows = (("staleness", "staleness of the oldest token of each episode, in weight versions"),)
@@ -116,24 +116,23 @@ _UPDATE: _Rows = (
     ("actor_loss", "policy loss, which has no trend and does not measure success"),
     (
         "clip_ratio",
-        "fraction of clipped tokens among the trained tokens that neither rejection sampling nor M2PO masks; normally "
-        "below 0.1",
+        "fraction of clipped tokens among the trained tokens not masked by rejection sampling or M2PO; normally below 0.1",
     ),
     (
         "dual_clip_ratio",
-        "fraction of tokens whose loss the dual clip limits, among the trained tokens that neither rejection sampling nor M2PO "
-        "masks",
+        "fraction of tokens with a loss limited by the dual clip, among the trained tokens not masked by rejection sampling or "
+        "M2PO",
     ),
     (
         "behave_imp_weight",
-        "probability under the proximal policy divided by probability under the behavior policy, for each token that neither "
-        "rejection sampling nor M2PO masks. With rejection_sampling.action=clamp, the reported ratio is already clamped to the "
+        "probability under the proximal policy divided by probability under the behavior policy, for each token not masked "
+        "by rejection sampling or M2PO. With rejection_sampling.action=clamp, the reported ratio is already clamped to the "
         "bounds",
     ),
     (
         "behave_approx_kl",
-        "log-prob under the proximal policy minus log-prob under the behavior policy, for each token that neither "
-        "rejection sampling nor M2PO masks",
+        "log-prob under the proximal policy minus log-prob under the behavior policy, for each token not masked "
+        "by rejection sampling or M2PO",
     ),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
@@ -155,12 +154,16 @@ _UPDATE: _Rows = (
     ),
 )
 _UPDATE_COUNTS: _Rows = (
-    ("unclipped_behave_tokens", "number of trained tokens that neither rejection sampling nor M2PO masks"),
+    ("unclipped_behave_tokens", "number of trained tokens not masked by rejection sampling or M2PO"),
     (
         "clipped_tokens",
-        "number of clipped tokens among the trained tokens that neither rejection sampling nor M2PO masks",
+        "number of clipped tokens among the trained tokens not masked by rejection sampling or M2PO",
     ),
-    ("rs_filtered_fraction", "fraction of trained tokens that rejection sampling masks or clamps"),
+    (
+        "rs_filtered_fraction",
+        "fraction of trained tokens masked by rejection sampling. With rejection_sampling.action=clamp, fraction of trained "
+        "tokens with a clamped importance weight",
+    ),
     ("kl_loss", "with kl_loss_coef above 0: mean KL divergence to the reference, per trained token"),
     ("kl_coef", "value of kl_loss_coef (not reported if it is 0)"),
     ("grad_norm", "gradient norm before clipping"),
@@ -168,7 +171,7 @@ _UPDATE_COUNTS: _Rows = (
     ("update_successful", "fraction of the step's updates with a finite gradient; areno skips the other updates"),
     (
         "num_micro_batches",
-        "mean number of microbatches per optimizer step, counted over all data-parallel replicas",
+        "number of microbatches per optimizer step on all data-parallel replicas together, averaged over the optimizer steps",
     ),
 )
 _LOGP: _Rows = (
@@ -183,25 +186,47 @@ _LOGP: _Rows = (
 
 
 def _approximated(method: str) -> _Rows:
-    exact = "the exact ratio, which uses prox_logp_gt instead of approx_logp"
     return (
         (
             "approx_logp",
-            "log-prob of each trained token under the proximal policy (the policy at the start of the update), approximated as "
-            f"with prox_logp_method={method}",
+            "log-prob of each trained token under the proximal policy (the policy at the start of the update), approximated "
+            f"with the method {method} of the setting prox_logp_method",
         ),
         (
             "behave_imp_weight",
-            "exp(approx_logp) divided by the probability under the behavior policy, per trained token",
+            "approximate probability under the proximal policy, exp(approx_logp), divided by the probability under the "
+            "behavior policy, per trained token",
         ),
-        ("importance_weight", "probability under the current policy divided by exp(approx_logp), per trained token"),
-        ("abs_error", "absolute difference between approx_logp and the exact log-prob prox_logp_gt"),
-        ("rel_error", "abs_error divided by the absolute value of prox_logp_gt"),
-        ("squared_error", "squared difference between approx_logp and the exact log-prob prox_logp_gt"),
-        ("behave_imp_weight_abs_error", f"absolute difference between behave_imp_weight and {exact}"),
-        ("behave_imp_weight_rel_error", f"behave_imp_weight_abs_error divided by {exact}"),
-        ("importance_weight_abs_error", f"absolute difference between importance_weight and {exact}"),
-        ("importance_weight_rel_error", f"importance_weight_abs_error divided by {exact}"),
+        (
+            "importance_weight",
+            "probability under the current policy divided by the approximate probability under the proximal policy, "
+            "exp(approx_logp), per trained token",
+        ),
+        (
+            "abs_error",
+            "absolute difference between the approximate log-prob (approx_logp) and the exact log-prob (prox_logp_gt) under "
+            "the proximal policy",
+        ),
+        ("rel_error", "abs_error divided by the absolute value of the exact log-prob (prox_logp_gt)"),
+        ("squared_error", "square of abs_error, per trained token"),
+        (
+            "behave_imp_weight_abs_error",
+            "absolute difference between behave_imp_weight and its exact value (computed from the exact log-prob prox_logp_gt)",
+        ),
+        (
+            "behave_imp_weight_rel_error",
+            "behave_imp_weight_abs_error divided by the exact value of behave_imp_weight (computed from the exact log-prob "
+            "prox_logp_gt)",
+        ),
+        (
+            "importance_weight_abs_error",
+            "absolute difference between importance_weight and its exact value (computed from the exact log-prob prox_logp_gt)",
+        ),
+        (
+            "importance_weight_rel_error",
+            "importance_weight_abs_error divided by the exact value of importance_weight (computed from the exact log-prob "
+            "prox_logp_gt)",
+        ),
     )
 
 
