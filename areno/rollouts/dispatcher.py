@@ -3,7 +3,6 @@
 Data rows wait in a queue. When :mod:`staleness` allows another episode, the episode of the first waiting row starts in
 :mod:`episode_thread`. A batch is formed as soon as enough episodes have finished. If there are more, the batch gets those that
 started first. This choice reduces the bias towards short answers. The trajectories of a batch are in random order.
-
 The dispatcher logs the state of the episodes while a caller waits without progress. It raises an error if a batch cannot be
 completed, or if too many consecutive episodes fail or are rejected.
 """
@@ -69,8 +68,7 @@ class BatchDispatcher:
         stops_on: types of errors that end the run at once if an episode raises them.
         on_wait: called repeatedly while a method waits. An error in ``on_wait`` ends the wait and is raised; episodes continue.
 
-    Raises:
-        UsageError: a value is invalid, or options contradict each other.
+    Raises UsageError: a value is invalid, or options contradict each other.
     """
 
     def __init__(
@@ -146,11 +144,8 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return counts of episodes: all counts of :class:`RolloutStat` except ``claimed``, and further counts.
-
-        ``failed``, ``filtered`` and ``empty`` count rejections by their reason. ``restarted`` counts rows that ran again with
-        another workflow or filter.
-        """
+        """Return all counts of :class:`RolloutStat` except ``claimed``, rejections by reason (``failed``, ``filtered``,
+        ``empty``), and ``restarted``, the number of rows that ran again with another workflow or filter."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -166,8 +161,7 @@ class BatchDispatcher:
         Raises:
             DataError: the rows end before the batch is complete.
             EngineError: there was no progress for ``stall_timeout_s``, no episode can start, or the dispatcher is closed.
-            RolloutStoppedError: too many consecutive episodes failed or were rejected, or an episode raised an error
-                of a type in ``stops_on``.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or one raised an error in ``stops_on``.
         """
         self._adopt(EpisodePlan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
@@ -183,13 +177,10 @@ class BatchDispatcher:
 
     def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:
         """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
-
-        Seeds are derived from task ids. Task ids count all rows of the dispatcher. With ``repeats``, they are instead the
-        indices in ``rows``, so that a later call with the same rows uses the same seeds.
-
+        Seeds are derived from task ids, which count all rows of the dispatcher. With ``repeats``, a task id is instead the
+        index in ``rows``, so that a later call with the same rows uses the same seeds.
         Raises UsageError if rows from :meth:`prepare_batch` or :meth:`load_state` are still waiting in the queue, or if
-        :meth:`load_state` restored trajectories and :meth:`prepare_batch` has not been called since.
-        """
+        :meth:`load_state` restored trajectories and :meth:`prepare_batch` has not been called since."""
         with self._changed:
             if self._pending or any(task.plan is None for task in self._finished):
                 raise UsageError(

@@ -183,10 +183,7 @@ class RolloutLoop:
             self._wake.wait_for(lambda: self.failure is not None or self._thread is None or not self._pending())
 
     def follow_weights(self) -> None:
-        """If no request is pending, let a compiled step switch to the current weights.
-
-        Until then, the compiled step keeps the old weights in memory.
-        """
+        """If no request is pending, let a compiled step switch to the current weights, which frees the old weights."""
         with self._wake:
             if not self._pending():
                 self.decode.refresh()
