@@ -93,7 +93,7 @@ _BATCH_COUNTS: _Rows = (
     ("rs_upper", "value of rejection_sampling.upper (not reported without rejection sampling)"),
     (
         "rs_lower",
-        "value of rejection_sampling.lower (not reported with rejection_sampling.action=clamp or without a lower bound)",
+        "value of rejection_sampling.lower (reported only if it is set and rejection_sampling.action is mask)",
     ),
 )
 _UPDATE: _Rows = (
@@ -113,27 +113,26 @@ _UPDATE: _Rows = (
         "without a decoupled loss, old_logp is instead recomputed under the policy at the start of the update",
     ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
-    ("actor_loss", "policy loss, which has no trend and does not measure success"),
+    ("actor_loss", "policy loss; its value does not show whether training succeeds"),
     (
         "clip_ratio",
-        "fraction of clipped tokens among the trained tokens that neither rejection sampling nor M2PO masks; normally "
+        "fraction of clipped tokens among the trained tokens that are not masked by rejection sampling or M2PO; normally "
         "below 0.1",
     ),
     (
         "dual_clip_ratio",
-        "fraction of tokens whose loss the dual clip limits, among the trained tokens that neither rejection sampling nor M2PO "
-        "masks",
+        "fraction of the trained tokens (without tokens masked by rejection sampling or M2PO) whose loss the dual clip limits",
     ),
     (
         "behave_imp_weight",
-        "probability under the proximal policy divided by probability under the behavior policy, for each token that neither "
-        "rejection sampling nor M2PO masks. With rejection_sampling.action=clamp, the reported ratio is already clamped to the "
-        "bounds",
+        "probability under the proximal policy divided by probability under the behavior policy, for each token that is not "
+        "masked by rejection sampling or M2PO. With rejection_sampling.action=clamp, the reported ratio is already clamped to "
+        "the bounds",
     ),
     (
         "behave_approx_kl",
-        "log-prob under the proximal policy minus log-prob under the behavior policy, for each token that neither "
-        "rejection sampling nor M2PO masks",
+        "log-prob under the proximal policy minus log-prob under the behavior policy, for each token that is not "
+        "masked by rejection sampling or M2PO",
     ),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
@@ -155,12 +154,16 @@ _UPDATE: _Rows = (
     ),
 )
 _UPDATE_COUNTS: _Rows = (
-    ("unclipped_behave_tokens", "number of trained tokens that neither rejection sampling nor M2PO masks"),
+    ("unclipped_behave_tokens", "number of trained tokens that are not masked by rejection sampling or M2PO"),
     (
         "clipped_tokens",
-        "number of clipped tokens among the trained tokens that neither rejection sampling nor M2PO masks",
+        "number of clipped tokens among the trained tokens that are not masked by rejection sampling or M2PO",
     ),
-    ("rs_filtered_fraction", "fraction of trained tokens that rejection sampling masks or clamps"),
+    (
+        "rs_filtered_fraction",
+        "fraction of trained tokens that rejection sampling masks. With rejection_sampling.action=clamp: fraction of trained "
+        "tokens whose weights are clamped",
+    ),
     ("kl_loss", "with kl_loss_coef above 0: mean KL divergence to the reference, per trained token"),
     ("kl_coef", "value of kl_loss_coef (not reported if it is 0)"),
     ("grad_norm", "gradient norm before clipping"),
@@ -168,7 +171,7 @@ _UPDATE_COUNTS: _Rows = (
     ("update_successful", "fraction of the step's updates with a finite gradient; areno skips the other updates"),
     (
         "num_micro_batches",
-        "mean number of microbatches per optimizer step, counted over all data-parallel replicas",
+        "total number of microbatches on all data-parallel replicas, averaged over the step's updates",
     ),
 )
 _LOGP: _Rows = (
@@ -183,25 +186,46 @@ _LOGP: _Rows = (
 
 
 def _approximated(method: str) -> _Rows:
-    exact = "the exact ratio, which uses prox_logp_gt instead of approx_logp"
     return (
         (
             "approx_logp",
-            "log-prob of each trained token under the proximal policy (the policy at the start of the update), approximated as "
-            f"with prox_logp_method={method}",
+            f"approximation of the log-prob prox_logp_gt by the method {method}, per trained token",
         ),
         (
             "behave_imp_weight",
-            "exp(approx_logp) divided by the probability under the behavior policy, per trained token",
+            "approximate probability under the proximal policy, exp(approx_logp), divided by the probability under the "
+            "behavior policy, per trained token",
         ),
-        ("importance_weight", "probability under the current policy divided by exp(approx_logp), per trained token"),
-        ("abs_error", "absolute difference between approx_logp and the exact log-prob prox_logp_gt"),
+        (
+            "importance_weight",
+            "probability under the current policy divided by the approximate probability under the proximal policy, "
+            "exp(approx_logp), per trained token",
+        ),
+        (
+            "abs_error",
+            "absolute difference between the approximate log-prob (approx_logp) and the exact log-prob (prox_logp_gt)",
+        ),
         ("rel_error", "abs_error divided by the absolute value of prox_logp_gt"),
-        ("squared_error", "squared difference between approx_logp and the exact log-prob prox_logp_gt"),
-        ("behave_imp_weight_abs_error", f"absolute difference between behave_imp_weight and {exact}"),
-        ("behave_imp_weight_rel_error", f"behave_imp_weight_abs_error divided by {exact}"),
-        ("importance_weight_abs_error", f"absolute difference between importance_weight and {exact}"),
-        ("importance_weight_rel_error", f"importance_weight_abs_error divided by {exact}"),
+        (
+            "squared_error",
+            "squared difference between the approximate log-prob (approx_logp) and the exact log-prob (prox_logp_gt)",
+        ),
+        (
+            "behave_imp_weight_abs_error",
+            "absolute difference between behave_imp_weight and its exact value (computed from prox_logp_gt)",
+        ),
+        (
+            "behave_imp_weight_rel_error",
+            "behave_imp_weight_abs_error divided by the exact value of behave_imp_weight (computed from prox_logp_gt)",
+        ),
+        (
+            "importance_weight_abs_error",
+            "absolute difference between importance_weight and its exact value (computed from prox_logp_gt)",
+        ),
+        (
+            "importance_weight_rel_error",
+            "importance_weight_abs_error divided by the exact value of importance_weight (computed from prox_logp_gt)",
+        ),
     )
 
 

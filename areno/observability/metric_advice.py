@@ -213,7 +213,7 @@ ADVICE: dict[str, Advice] = {
     "train/truncated_ratio": Advice("truncated answers get unreliable rewards", _CUT, 0, 0.2),
     "train/sampling_cut_mass": Advice(
         "above 0 only with --top-k, --top-p or a grammar. With --top-p alone, the value is below 1 - top_p",
-        "The log-probs in training ignore --top-k, --top-p and grammars: raise or omit --top-k or --top-p",
+        "Raise or omit --top-k or --top-p, because the log-probs in training ignore these options (and grammars)",
         0,
         0.2,
     ),
@@ -263,7 +263,7 @@ ADVICE: dict[str, Advice] = {
     "train/rm_loss": Advice("starts at 0.69, then falls", _RISING_PAIRS, 0, 0.75),
     "train/rm_accuracy": Advice("0 in the first step, because all scores are equal, then 0.6 to 0.9", _RISING_PAIRS),
     "train/critic_explained_variance": Advice(
-        "also below 0 in the first steps, later 0.3 or more",
+        "can be below 0 in the first steps, later 0.3 or more",
         "If the metric stays near 0, raise --critic-lr. Two other options of `areno train` can help: "
         "--critic-warmup-steps and, if most answers are truncated, --no-bootstrap-truncated",
         0,
