@@ -6,8 +6,9 @@ import sys
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 """Pattern of library messages about a failed allocation."""
 MEMORY_HINT = (
-    "out of memory: lower --mini-bs first (results do not change), then --max-new-tokens or --kv-cache-tokens; in an "
-    "experiment, lower actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows the memory use"
+    "out of memory: lower --mini-bs first (the microbatch size, which does not change results), then --max-new-tokens or "
+    "--kv-cache-tokens; in an experiment, lower actor.mb_spec.max_tokens_per_mb or "
+    "rollout.max_concurrent_rollouts. `areno plan` shows the memory use"
 )
 """Advice for an out-of-memory error."""
 

@@ -99,7 +99,7 @@ def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
     return (
         f"--rollout-replicas {options.rollout_replicas}: training needs {options.world_size} GPUs (--world-size), "
         f"starting with GPU {first}, and rollout needs {ranks} more, but this machine has {gpus} GPUs; lower "
-        "--world-size or --rollout-replicas, or remove --rollout and --rollout-backend to generate on the GPUs for training"
+        "--world-size or --rollout-replicas, or remove --rollout and --rollout-backend to generate on the training GPUs"
     )
 
 

@@ -107,7 +107,7 @@ class TypedParser(argparse.ArgumentParser):
             value = reason.rpartition("explicit argument ")[2]
             raise UsageError(
                 f"{flag} takes no value, but got {value}; write {flag} without a value, or write "
-                "--no-NAME to turn off an on/off option"
+                "--no-NAME to turn off the on/off option --NAME"
             )
         raise UsageError(f"{flag} {reason}; see {self.prog} --help".strip())
 

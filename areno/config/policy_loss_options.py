@@ -42,14 +42,14 @@ class PolicyLossOptions:
     )
     use_decoupled_loss: bool = option(
         False,
-        help="Decoupled PPO loss: clip the ratio to the proximal policy (the policy before the update). Weight each token by "
-        "proximal / behavior probability, where the behavior policy sampled the token.",
+        help="Decoupled PPO loss: clip the probability ratio of current to proximal policy (the policy before the update). "
+        "Weight each token by the ratio of proximal to behavior policy (which sampled the token).",
     )
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Source of the proximal log-probs. recompute, metrics: forward pass (metrics also reports errors of the "
-        "others). loglinear, linear: interpolate behavior and current policy. rollout: behavior policy.",
+        help="Source of proximal log-probs. recompute: forward pass. metrics: recompute and report errors of the other "
+        "methods. loglinear, linear: interpolate behavior and current policy. rollout: behavior policy.",
     )
     m2_threshold: float | None = option(
         None,

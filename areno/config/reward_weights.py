@@ -23,9 +23,9 @@ def part_weights(weights: str | Mapping[Any, Any] | None) -> dict[str, float]:
             weight = math.nan
         if not PART_NAME.fullmatch(name) or name in checked or not 0 <= weight < math.inf:
             raise UsageError(
-                f"{entry!r} is not a valid weight; write each part's name once, with a finite number of at least 0, as in "
-                "format=0.2,answer=1 (a name has letters, digits, `_`, `.` and `-`, and starts with a letter or `_`); for a "
-                "penalty, return a negative value for the part"
+                f"{entry!r} is not a valid weight; write each reward part's name once, with a finite number of at least "
+                "0, as in format=0.2,answer=1. A name has letters, digits, `_`, `.` and `-`, and starts with a letter or `_`. "
+                "For a penalty, let the reward function return a negative value for the part"
             )
         checked[name] = weight
     return checked

@@ -239,8 +239,8 @@ class TuningOptions:
         0.9,
         above=0,
         maximum=1,
-        help="Fraction of GPU memory (on a CPU: of host memory) that the tuned run may use. Memory of other processes "
-        "is excluded.",
+        help="Fraction of GPU memory (on a CPU: of host memory) that the tuned run may use. The fraction is taken of the "
+        "memory that other processes do not use.",
     )
     tune_max_samples: int = _tuning(
         256,

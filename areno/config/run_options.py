@@ -104,8 +104,8 @@ class BasicOptions:
     dry_run: bool = _basic_free(
         False,
         stored=False,
-        help="Check options, paths and functions without training. areno prints the resolved configuration and the "
-        "memory plan, and exits.",
+        help="Check the options, and the files and Python functions that they name, without training. areno prints the "
+        "resolved configuration and the memory plan, and exits.",
     )
 
 
@@ -183,7 +183,7 @@ class EvaluationOptions:
         path="python",
         metavar="FILE.PY[:FUNCTION]",
         unset="--dataset-loader-fn",
-        help="Python function that converts the held-out data. Set this option if the function for the training data "
+        help="Python function that converts the held-out data to rows. Set this option if the function for the training data "
         "cannot convert the held-out data.",
     )
     eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last step.")

@@ -186,7 +186,7 @@ class Engine(Backend):
         if self._loop is None and self.actor.model.stage is not None:
             raise EngineError(
                 "pipeline stages cannot generate; use a layout without pipeline parallelism (such as d2 instead of p2), or "
-                "separate rollout replicas"
+                "use separate rollout replicas"
             )
         if self._loop is None:
             raise EngineError(NO_REWARD_ROLLOUT)

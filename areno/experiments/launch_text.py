@@ -21,7 +21,7 @@ def launch_text(words: Sequence[str]) -> str:
         return batch_script(config, driver_command(words))
     if kind != "ray":
         raise UsageError(
-            "scheduler.type=local uses no cluster, so there is nothing to show; set scheduler.type to ray or slurm"
+            "scheduler.type=local starts no job on a cluster, so there is nothing to show; set scheduler.type to ray or slurm"
         )
     lines = []
     for role, need in needs_of(config, gpus=config.cluster.n_gpus_per_node != 0).items():

@@ -209,8 +209,8 @@ def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
     versions = required(pack, "packed_versions", "an approximation of the proximal policy", remedy)
     if version is None:
         raise ValueError(
-            "an approximation of the proximal policy needs the weight version that this update produces; pass the "
-            "engine's version plus one as the argument `version`"
+            "to approximate the proximal policy, the loss needs the argument `version`, the weight version after this update; "
+            "pass the engine's version plus one"
         )
     return versions, version
 

@@ -323,7 +323,8 @@ def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str,
     for index, row in enumerate(rows):
         if not row.versions:
             raise ValueError(
-                f"version statistics need versions in every row, but row {index} has none; set versions in row {index}"
+                f"statistics of staleness need the weight versions of all tokens, but row {index} has none; set `versions` in "
+                f"row {index}"
             )
     sampled = [version for version in trained_values(rows, "versions") if version >= 0]
     stats = {

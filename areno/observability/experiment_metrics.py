@@ -93,7 +93,7 @@ _BATCH_COUNTS: _Rows = (
     ("rs_upper", "value of rejection_sampling.upper (not reported without rejection sampling)"),
     (
         "rs_lower",
-        "value of rejection_sampling.lower (not reported with rejection_sampling.action=clamp or without a lower bound)",
+        "value of rejection_sampling.lower (reported only if it is set and rejection_sampling.action is mask)",
     ),
 )
 _UPDATE: _Rows = (
@@ -113,7 +113,7 @@ _UPDATE: _Rows = (
         "without a decoupled loss, old_logp is instead recomputed under the policy at the start of the update",
     ),
     ("entropy", "entropy of the policy at each trained token, in nats"),
-    ("actor_loss", "policy loss, which has no trend and does not measure success"),
+    ("actor_loss", "policy loss; its value does not show whether training succeeds"),
     (
         "clip_ratio",
         "fraction of clipped tokens among the trained tokens not masked by rejection sampling or M2PO; normally below 0.1",

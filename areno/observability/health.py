@@ -255,7 +255,7 @@ class HealthMonitor:
         seen = f"{equal} for {{n}} steps: nothing can be learned from equal rewards. "
         if self._opposed:
             return (
-                f"{seen}This does not mean that the task is solved, because reward parts have moved in opposite directions "
+                f"{seen}The task may still be unsolved, because reward parts have moved in opposite directions "
                 "(see the earlier warning)"
             )
         if self._moved < 0 and low == high:

@@ -102,7 +102,7 @@ class StatsTracker:
         for key, mask in masks.items():
             tensor = torch.as_tensor(mask)
             if tensor.dtype != torch.bool:
-                raise TypeError(f"denominator {key!r} must be a bool tensor, but is {tensor.dtype}; pass mask.bool()")
+                raise TypeError(f"the mask {key!r} must be a bool tensor, but is {tensor.dtype}; pass mask.bool()")
             with self._lock:
                 self._masks[self._full_name(key)] = tensor.detach()
                 self._add(self._accumulator(self._full_name(key), ReduceType.SUM), tensor.double(), tensor)
@@ -129,7 +129,7 @@ class StatsTracker:
             tensor = torch.as_tensor(values).detach()
             if tensor.shape != mask.shape:
                 raise ValueError(
-                    f"the values of statistic {key!r} have shape {tuple(tensor.shape)}, but denominator {denominator!r} has "
+                    f"the values of statistic {key!r} have shape {tuple(tensor.shape)}, but their mask {denominator!r} has "
                     f"shape {tuple(mask.shape)}; pass values and a mask of the same shape"
                 )
             with self._lock:

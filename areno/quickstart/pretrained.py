@@ -81,7 +81,9 @@ def quickstart_real(
     _check(model)
     task, rows = root / "task", _write_task(root / "task", seed)
     print(f"1/4  Model: {chosen}")
-    print("     Task: turn an order into JSON. Its files are in task/; edit them for your own task.\n")
+    print(
+        "     Task: turn a customer's order (a short text) into JSON. Its files are in task/; edit them for your own task.\n"
+    )
 
     print(
         f"2/4  Evaluate before training: answer {len(rows)} held-out orders with plain transformers (greedy decoding)."

@@ -8,14 +8,14 @@ from areno.reports.divergence import StepDifference
 
 _WIDTH = 48  # characters of a value
 _METRICS = 6  # metrics of a step that are listed
-_ROUNDING = "a rounding difference, for example due to another processor, has grown since the last equal step"
+_ROUNDING = "a rounding difference, for example due to another processor, has grown since the last bit-equal step"
 _NO_CAUSE = {
     "prompts": "the data may have changed, or the batches of an asynchronous rollout depended on timing",
     "sampled tokens": "the number of threads, the rounding of operations, or the timing of an asynchronous rollout may differ",
-    "log-probs": "the model's files may have changed, or the runs differed in an earlier update by too little to be reported",
+    "log-probs": "the model's files may have changed, or an earlier difference was too small to be reported",
     "rewards": "the reward function may have changed, or may be random",
-    "advantages": "the runs may differ in the rewards of samples that they did not record",
-    "update": "the runs may differ in samples that they did not record, or the computation is not deterministic",
+    "advantages": "the rewards of samples that were not recorded may differ",
+    "update": "samples that were not recorded may differ, or the computation is not deterministic",
     "evaluation": "the evaluation may sample at random, or its data or reward function may have changed",
 }
 

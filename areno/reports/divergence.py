@@ -309,8 +309,8 @@ def _prompts_differ(a: _Samples, b: _Samples) -> str:
         return ""
     if len(first) != len(second) and all(first[key] == second[key] for key in first.keys() & second.keys()):
         return (
-            f"the runs recorded different numbers of prompts ({len(first)} and {len(second)}), but the prompts that both runs "
-            "recorded are the same"
+            f"the runs recorded different numbers of prompts ({len(first)} and {len(second)}); prompts with the same index are "
+            "equal"
         )
     if sorted(map(repr, first.values())) == sorted(map(repr, second.values())):
         return "the prompts are the same, but their order differs"
@@ -374,7 +374,7 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
         key, position, sampled_there = earliest
         what = "sampled tokens" if sampled_there else "tokens that were not sampled (tool results, messages)"
         before = (
-            f"; the log-probs of the {count} sampled tokens before the differences agree to within {max(gap, 1e-6):.0e}"
+            f"; before these differences, the log-probs of the {count} sampled tokens agree to within {max(gap, 1e-6):.0e}"
             if count
             else ""
         )

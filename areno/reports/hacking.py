@@ -84,9 +84,7 @@ class _Part:
     falls: bool
 
     def __str__(self) -> str:
-        return (
-            f"`{self.name}` (weight {short(self.weight)}, from {short(self.trend.first)} to {short(self.trend.last)})"
-        )
+        return f"`{self.name}` (weight {short(self.weight)}, mean from {short(self.trend.first)} to {short(self.trend.last)})"
 
 
 def _opposed_parts(evidence: Evidence, repeats: bool) -> _Sign | None:

@@ -37,7 +37,7 @@ HEADLINES: dict[State, str] = {
     "partly": "Only partly.",
     "no": "No.",
     "worse": "No, the model got worse.",
-    "lost": "Yes, but the model lost the gain again.",
+    "lost": "Yes, but the model later lost the gain.",
     "unknown": "Unknown.",
 }
 

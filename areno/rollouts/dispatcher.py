@@ -184,8 +184,8 @@ class BatchDispatcher:
         with self._changed:
             if self._pending or any(task.plan is None for task in self._finished):
                 raise UsageError(
-                    "rollout_batch cannot run yet, because rows that prepare_batch read or load_state restored are still "
-                    "waiting; use a separate dispatcher for rollout_batch"
+                    "rollout_batch cannot run yet, because the dispatcher still holds rows from prepare_batch or "
+                    "load_state; use a separate dispatcher for rollout_batch"
                 )
             self._use(plan)
             if repeats:

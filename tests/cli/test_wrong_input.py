@@ -119,7 +119,7 @@ TRAIN = [
     ),
     (
         [*GSPO, "--reward-weights", "format"],
-        "--reward-weights 'format': 'format' is not a valid weight; write each part's name",
+        "--reward-weights 'format': 'format' is not a valid weight; write each reward part's name",
     ),
     (
         [*BASE, "--reward-ckpt", "model", "--reward-weights", "a=1"],

@@ -44,7 +44,7 @@ def test_restored_rows_are_not_forgotten_by_an_evaluation():
     with dispatching(batch=1, eta=2, most=1, stall_timeout_s=5) as (dispatcher, engine):
         dispatcher.load_state(state)
         with pytest.raises(
-            UsageError, match=r"prepare_batch read or load_state restored are still waiting; use a separate dispatcher"
+            UsageError, match=r"still holds rows from prepare_batch or load_state; use a separate dispatcher"
         ):
             dispatcher.rollout_batch([next(rows)], Ticking())
         engine.set_version(1)
@@ -57,7 +57,7 @@ def test_an_evaluation_does_not_wait_behind_rows_that_were_read_ahead():
         rows = rows_of([""], [1])
         used = row_numbers(dispatcher.prepare_batch(rows, Ticking()))
         with pytest.raises(
-            UsageError, match=r"prepare_batch read or load_state restored are still waiting; use a separate dispatcher"
+            UsageError, match=r"still holds rows from prepare_batch or load_state; use a separate dispatcher"
         ):
             dispatcher.rollout_batch([{"row": 99, "ticks": 1}], Ticking())
         for version in (1, 2, 3):

@@ -97,7 +97,7 @@ def test_layers_are_divided_by_the_work_of_each_chunk(layout, runs):
         (
             "archon:p2",
             {"archon__pp_layers_per_stage": 5},
-            "divides the 12 layers of .* into 3 chunks, but 3 is not a multiple of the 2 stages",
+            "divides the 12 layers of .* into 3 chunks, but 3 chunks cannot be divided equally among the 2 pipeline stages",
         ),
         (
             "megatron:p4",

@@ -79,9 +79,8 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
         return
     if held_out_is_trained(config):
         yield (
-            f"valid_dataset (path {valid.path}, split {valid.split}) contains rows of train_dataset; use held-out rows, or, "
-            f"if you want to evaluate on training rows, set valid_dataset.split={train.split}, the value of "
-            "train_dataset.split"
+            f"valid_dataset (path {valid.path}, split {valid.split}) contains rows of train_dataset; use held-out rows. "
+            f"To evaluate on training rows on purpose, set valid_dataset.split={train.split}, as in train_dataset"
         )
 
 

@@ -72,9 +72,15 @@ class FrequencyConfig:
     fileroot: str = setting(
         "", "Root folder of the run's files.", inherits="cluster.fileroot", shown="cluster.fileroot"
     )
-    freq_epochs: int | None = setting(None, "Interval in epochs (null: no such interval).", minimum=1)
-    freq_steps: int | None = setting(None, "Interval in steps (null: no such interval).", minimum=1)
-    freq_secs: int | None = setting(None, "Interval in seconds (null: no such interval).", minimum=1)
+    freq_epochs: int | None = setting(
+        None, "Run the action every N epochs (null: epochs do not trigger the action).", minimum=1
+    )
+    freq_steps: int | None = setting(
+        None, "Run the action every N steps (null: steps do not trigger the action).", minimum=1
+    )
+    freq_secs: int | None = setting(
+        None, "Run the action every N seconds (null: time does not trigger the action).", minimum=1
+    )
 
     @property
     def has_frequency(self) -> bool:
@@ -89,7 +95,7 @@ class SaverConfig(FrequencyConfig):
     mode: str = setting(
         "auto",
         "Write each model while training waits (sync), write a copy of the model in the background (async), or save "
-        "no models (off). auto means async if the model can be copied, else sync.",
+        "no models (off). auto is async for models on one device without an adapter, else sync.",
         choices=("auto", "sync", "async", SAVES_NOTHING),
     )
 

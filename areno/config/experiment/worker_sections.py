@@ -38,7 +38,7 @@ class NameResolveConfig:
     )
     nfs_record_root: str = _cluster(
         DEFAULT_RECORD_ROOT,
-        "Folder for the files with addresses, if type is nfs. All machines must share this folder.",
+        "If `type` is nfs: folder for the files with the workers' addresses. All machines must share this folder.",
         documented="/tmp/areal/name_resolve",
         shown="subfolder `name_resolve` of `cluster.fileroot`",
     )
@@ -57,7 +57,7 @@ class ClusterSpecConfig:
     )
     n_nodes: int = setting(
         1,
-        "Number of machines. Without Ray or Slurm, AReaL's default of 32 counts as 1.",
+        "Number of machines. Without Ray or Slurm, areno uses one machine and treats AReaL's default, 32, as 1.",
         minimum=1,
         documented=32,
         shown="1",
@@ -65,7 +65,7 @@ class ClusterSpecConfig:
     n_gpus_per_node: int | None = setting(
         None,
         "Number of GPUs per machine, 0 for machines without GPUs. On Ray, only the value 0 has an effect. "
-        "Without Ray or Slurm, AReaL's default of 8 counts as unset.",
+        "Without Ray or Slurm, 8 (AReaL's default) means all GPUs.",
         minimum=0,
         documented=8,
         shown="all GPUs of the machine (with slurm, you must set a value)",
@@ -114,7 +114,8 @@ class SchedulingSpec:
     )
     mem: int = _cluster(
         32,
-        "Requested memory in GB per GPU (without GPUs: per worker). The default, 32, requests no specific amount of memory.",
+        "Requested memory in GB per GPU (without GPUs: per worker). With the special value 32, "
+        "areno requests no specific amount.",
         minimum=1,
     )
     port_count: int = _worker(2, "Number of ports that the worker may open.", minimum=1)
@@ -135,8 +136,8 @@ class SchedulingSpec:
     exclude: str | None = _slurm(None, "Comma-separated nodes to exclude.")
     ray_placement_strategy: str = setting(
         "shared",
-        "How a role uses Ray placement groups. With shared, engines with a single worker share one group, and others get "
-        "one each. With separate or deferred (equivalent), every engine gets its own group.",
+        "Ray placement groups of a role. With shared, single-worker engines share one group, and every other engine gets "
+        "its own. With separate or deferred (equivalent), every engine gets its own group.",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )
@@ -166,7 +167,7 @@ class SchedulingStrategy:
         if self.type == "colocation" and not self.target:
             yield "target", "is missing; set the role whose devices are shared, such as actor"
         if self.type == "separation":
-            yield from ineffective(self, ("target", "fork"), "with type separation; use colocation")
+            yield from ineffective(self, ("target", "fork"), "with type=separation; set type=colocation")
 
 
 def one_spec() -> list[SchedulingSpec]:

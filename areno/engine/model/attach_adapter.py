@@ -160,8 +160,8 @@ def _refuse_other_kinds(config: Any, path: str, sharded: bool) -> None:
     if sharded and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         raise UsageError(
             f"the adapter {path} uses init_lora_weights={config.init_lora_weights!r}, which changes the weights of the base "
-            "model, but these weights are sharded (--tp-size); use --tp-size 1, or convert the adapter with peft "
-            "(argument path_initial_model_for_weight_conversion of PeftModel.save_pretrained)"
+            "model. areno cannot change weights that are sharded (--tp-size): use --tp-size 1, or convert the adapter to plain "
+            "LoRA with peft (argument path_initial_model_for_weight_conversion of PeftModel.save_pretrained)"
         )
 
 

@@ -83,4 +83,4 @@ def largest_remedy(plan: MemoryPlan) -> str:
     weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
     if weights * plan.sharing > plan.available:
         return "The weights alone exceed the free memory; use a smaller model, or a machine with more memory."
-    return "None of the tried option changes makes the run fit; use a smaller model, or a machine with more memory."
+    return "No option change that areno tried makes the run fit; use a smaller model, or a machine with more memory."

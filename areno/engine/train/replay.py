@@ -62,8 +62,9 @@ def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
     if record.shape[1:] != made.shape[1:] or record.dtype != made.dtype:
         raise ValueError(
             "cannot replay the routed_experts of a row, because the record comes from another model: the record has the shape "
-            f"{list(record.shape)} and the dtype {record.dtype}, but this model has {made.shape[1]} routers that choose "
-            f"{made.shape[2]} experts each, in the dtype {made.dtype}; pass records of this model"
+            f"{list(record.shape)} and the dtype {record.dtype}, but records of this model have the shape "
+            f"[tokens, {made.shape[1]}, {made.shape[2]}] (tokens, routers, experts per token) and the dtype "
+            f"{made.dtype}; pass records of this model"
         )
 
 

@@ -460,7 +460,7 @@ def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, acc
         return mini_bs * accumulation if accumulation else rows
     if accumulation:
         raise ValueError(
-            "accumulation is not supported if mini_bs is a MicroBatching, because one optimizer step uses all rows; omit "
+            "if mini_bs is a MicroBatching, one optimizer step uses all rows, so accumulation is not supported; omit "
             "accumulation, or pass an integer mini_bs"
         )
     return rows

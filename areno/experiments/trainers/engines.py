@@ -107,7 +107,7 @@ def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> La
         if total % size:
             raise UsageError(
                 f"actor.archon.pp_layers_per_stage={stages.layers_per_run} divides the {layers} layers of {actor.path} into "
-                f"{total} chunks, but {total} is not a multiple of the {size} stages; "
+                f"{total} chunks, but {total} chunks cannot be divided equally among the {size} pipeline stages; "
                 f"set actor.archon.pp_layers_per_stage={-(-(layers + sum(stages.less)) // (chunks * size))}"
             )
         chunks = total // size

@@ -204,7 +204,7 @@ class PPOTrainer(ExperimentTrainer):
             log_folder=self.run_dir.path,
             startup_timeout_s=rollout.setup_timeout,
             stall_s=engines.replica_stall_limit(rollout.request_timeout),
-            stall_option="rollout.request_timeout to more than six times this limit",
+            stall_option="rollout.request_timeout to more than six times this duration",
             threads=spec.cpu,
             environment=spec.environment() or None,
             server=self._server,

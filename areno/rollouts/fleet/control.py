@@ -118,8 +118,8 @@ def replicas_of(folder: Path) -> int:
     state = _read(folder / _STATE)
     if state is None:
         raise UsageError(
-            f"{folder} has no rollout replicas: the run has ended, or its training engine also generates; to use replicas, set "
-            "rollout.backend (areno run) or --rollout-replicas (areno train)"
+            f"{folder} has no rollout replicas: the run has ended, or it generates answers with the training engine; to use "
+            "replicas, set rollout.backend (areno run) or --rollout-replicas (areno train)"
         )
     return int(state["replicas"])
 

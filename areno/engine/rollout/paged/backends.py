@@ -77,7 +77,8 @@ def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> At
         logger.debug("decode attention on %s uses the backend %s", device, _TRITON.name)
         return _TRITON
     logger.warning(
-        "decode attention uses slow page gathering, because the backend %s does not work: %s", _TRITON.name, reason
+        "decode attention uses the slow backend %s, because the backend %s does not work: %s",
+        *(GATHER.name, _TRITON.name, reason),
     )
     return GATHER
 

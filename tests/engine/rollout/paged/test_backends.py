@@ -73,5 +73,5 @@ def test_the_kernel_is_chosen_if_it_works_and_the_fallback_logs_why(problem, cho
     gpu = SimpleNamespace(type="cuda")
     assert best_backend.__wrapped__(gpu, torch.bfloat16, 16).name == chosen
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    expected = "decode attention uses slow page gathering, because the backend triton does not work: it is broken"
+    expected = "decode attention uses the slow backend gather, because the backend triton does not work: it is broken"
     assert warnings == ([expected] if chosen == "gather" else [])
