@@ -67,7 +67,7 @@ class EvalOptions(CommandOptions):
         group="Basic",
         metavar="NAME",
         unset="the server's first model",
-        help="Name of the model on the server at --ckpt.",
+        help="Name of the model on the server, if --ckpt is the address of a server.",
     )
     dataset_path: str | None = option_from(
         BasicOptions,
@@ -98,7 +98,7 @@ class EvalOptions(CommandOptions):
         EvaluationOptions,
         "eval_temperature",
         group="Rollout",
-        unset="1.0, or greedy decoding for a single sample",
+        unset="1.0, or greedy decoding if --n-samples is 1",
         remedy="for greedy decoding use --greedy",
         help="Sampling temperature.",
     )

@@ -96,7 +96,7 @@ def test_help_loads_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("usage: areno eval --ckpt MODEL")
-    assert "Default: 1.0, or greedy decoding for a single sample." in done.stdout
+    assert "Default: 1.0, or greedy decoding if --n-samples is 1." in done.stdout
     assert "(dpo" not in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
 

@@ -160,9 +160,9 @@ class ModelAllocation:
             )
         if parallel.world_size % parallel.expert_parts:
             raise AllocationValidationError(
-                f"{spec!r}: a copy of the experts needs p x t x e = {parallel.pipeline} x {parallel.expert_tensor} x "
-                f"{parallel.expert} = {parallel.expert_parts} devices, but the engine's {parallel.world_size} devices are not "
-                f"a multiple of this number; choose p, t and e so that p x t x e divides {parallel.world_size}"
+                f"{spec!r}: the product of the parallel sizes p (pipeline), t (tensor) and e (expert) is "
+                f"{parallel.pipeline} x {parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts}, which does not "
+                f"divide {parallel.world_size}, the number of devices of the engine; choose other sizes"
             )
         return cls(backend, parallel, match["square"] or match["round"] or name)
 
@@ -361,8 +361,8 @@ def _by_model(text: str, compact: str) -> str:
         role = _MODELS.get(model)
         if role is None or not _SIZES.fullmatch(dims):
             raise InvalidAllocationModeError(
-                f"{text!r}: {part!r} is not of the form MODEL:SIZES; write one of {', '.join(_MODELS)} as MODEL, and SIZES "
-                "such as d4"
+                f"{text!r}: {part!r} is not of the form MODEL:SIZES, where MODEL is one of {', '.join(_MODELS)}; write an "
+                "entry such as actor:d4 (data-parallel size 4)"
             )
         if role in sizes:
             raise InvalidAllocationModeError(f"{text!r} gives sizes for {role} twice; remove one of the two entries")

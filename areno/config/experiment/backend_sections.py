@@ -15,7 +15,9 @@ from areno.config.experiment.setting_declaration import Problems, changed, secti
 UNUSED_BACKEND = "section of an unused backend"
 OWN_ENGINE = "areno's own engine replaces this backend"
 _RECOMPUTES = "gradient_checkpointing controls recomputation"
-_STATES = "gradients and master weights are float32; optimizer.type and optimizer_dtype set the dtype of the moments"
+_STATES = (
+    "gradients and master weights are float32; the dtype of the moments depends on optimizer.type and optimizer_dtype"
+)
 _SHARDED_STATES = "optimizer states are always sharded across data-parallel ranks"
 _ROUTER = "routers compute in the same dtypes as in transformers"
 _EXCHANGE = "tokens are dispatched to experts by all-to-all"
@@ -187,8 +189,8 @@ class ArchonEngineConfig:
     ac_debug: bool = _archon(False)
     pp_schedule: str = setting(
         "Interleaved1F1B",
-        "Pipeline schedule. Zero-bubble schedules run as Interleaved1F1B, which has two model chunks per stage (one if "
-        "layers are too few or PyTorch is too old), unless pp_layers_per_stage is set.",
+        "Pipeline schedule. Zero-bubble schedules run as Interleaved1F1B. If pp_layers_per_stage is null, Interleaved1F1B has "
+        "two model chunks per stage, or one with too few layers or an old PyTorch.",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
     pp_layers_per_stage: int | None = setting(
@@ -198,12 +200,12 @@ class ArchonEngineConfig:
     )
     pp_first_stage_less_layers: int = setting(
         1,
-        "Number of layers by which the first model chunk of a pipeline is shorter, to compensate for the embedding.",
+        "Number of layers by which the first model chunk is shorter than the others, to compensate for the embedding.",
         minimum=0,
     )
     pp_last_stage_less_layers: int = setting(
         1,
-        "Number of layers by which the last model chunk of a pipeline is shorter, to compensate for the output layer.",
+        "Number of layers by which the last model chunk is shorter than the others, to compensate for the output layer.",
         minimum=0,
     )
     reshard_after_forward_policy: str = setting(
@@ -386,7 +388,7 @@ class MegatronEngineConfig:
             yield "virtual_pipeline_parallel_size", f"each stage has {runs} model chunks"
         for name in ("use_torch_fsdp2", "use_custom_fsdp"):
             if getattr(self, name) and sharded:
-                yield name, "weights are sharded as with fsdp.shard_weights"
+                yield name, "weights are sharded (same effect as fsdp.shard_weights)"
         if self.use_deterministic_algorithms:
             yield "use_deterministic_algorithms", _DETERMINISTIC
 

@@ -66,7 +66,7 @@ def _servers(config: PPOConfig) -> Iterator[str]:
         role = "actor" if rollout.scheduling_strategy.fork else "rollout"
         yield (
             f"{role}.scheduling_strategy.fork=false is not supported {where}: fork=false makes one process generate and train, "
-            "but a server is a separate process; remove the setting"
+            "but inference servers are separate processes; remove the setting"
         )
     if rollout.speculate:
         yield (
@@ -135,9 +135,9 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
         yield (
-            f"{where}: for the experts, expert-parallel size x tensor-parallel size is {parts}; the product must be a multiple "
-            f"of {parallel.tensor}, the tensor-parallel size of the other layers, and must divide {shards * parallel.tensor}, "
-            "the number of devices per pipeline stage; use "
+            f"{where}: the experts' expert-parallel size x tensor-parallel size is {parts}, but must be a multiple of "
+            f"{parallel.tensor} (tensor-parallel size of the other layers) and divide {shards * parallel.tensor} (devices per "
+            "pipeline stage); use "
             f"{allocation.backend}:{ParallelStrategy(**{**vars(parallel), 'expert': 1, 'expert_tensor': 0}).dims}"
         )
 
@@ -158,7 +158,7 @@ def unshardable(config: Any) -> Iterator[str]:
     if config.actor.use_lora and parallel.tensor > 1:
         yield (
             "with actor.use_lora: areno cannot shard the adapters of tensor-parallel layers with FSDP2; remove actor.use_lora, "
-            f"remove t{parallel.tensor} from actor.backend, or do not shard the weights"
+            f"remove tensor parallelism (t{parallel.tensor}) from actor.backend, or do not shard the weights"
         )
 
 

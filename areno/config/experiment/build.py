@@ -28,7 +28,7 @@ Config = TypeVar("Config", bound=BaseExperimentConfig)
 ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
 """Aliases of settings, each with the full path of the setting."""
 
-_REJECTION = "is now rejection_sampling.upper; set rejection_sampling.upper in the same section"
+_REJECTION = "is now rejection_sampling.upper; write rejection_sampling: {upper: NUMBER} instead"
 MOVED = {
     "behave_imp_weight_cap": _REJECTION,
     "behav_imp_weight_cap": _REJECTION,
@@ -255,8 +255,8 @@ def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _
     if foreign := sorted(values.keys() - entries.keys()):  # a whole section was interpolated
         context.problems.add(
             f"{prefix.rstrip('.')}: the section that ${{...}} refers to has the settings {', '.join(foreign)}, but "
-            f"{declaration.__name__} has no such settings; replace the path in ${{...}} by the path of a section of the "
-            f"class {declaration.__name__}"
+            f"{declaration.__name__} has no such settings; replace the path in ${{...}} by the path of another "
+            f"{declaration.__name__} section"
         )
         return None
     for name, entry in entries.items():

@@ -84,7 +84,7 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
         if section and name in ("experiment_name", "trial_name") and value != getattr(config, name):
             yield (
                 f"{path} {value!r} differs from {name} {getattr(config, name)!r}: recovery finds an experiment by its "
-                f"name, so all sections must have the same name; remove {path}"
+                f"name, so {name} must have the same value in all sections; remove {path}"
             )
         if name == "fileroot" and section not in ("cluster", *_SECTIONS_WITH_FILES) and value != root:
             yield (

@@ -59,8 +59,8 @@ class FSDPEngineConfig:
         None,
         "Shard weights and gradients across data-parallel and context-parallel ranks (FSDP2). If false, only shard "
         "optimizer states (ZeRO-1). Context and expert parallelism always shard weights.",
-        shown="true if there are several data-parallel ranks, optimizer.type is adam, use_lora is false and, with tensor "
-        "parallelism, transformers is 5.23 or later. For the backend megatron: true if "
+        shown="true if there are several data-parallel ranks, optimizer.type is adam and use_lora is false (with tensor "
+        "parallelism, only with transformers 5.23 or later). For the backend megatron: true if "
         "megatron.use_torch_fsdp2 or megatron.use_custom_fsdp is true",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
@@ -168,7 +168,7 @@ class TrainEngineConfig:
         choices=(AUTO, "shm", "disk", "xccl"),
         documented="xccl",
         shown="auto (CPU: shm, or xccl on a cluster. GPU: xccl if rollout.backend is areno and the rollout has its own GPUs, "
-        "else shm, or disk on a cluster)",
+        "else shm on a single machine and disk on a cluster)",
     )
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Sharding and offloading for every training backend.")
     archon: ArchonEngineConfig = section(ArchonEngineConfig, "Settings of the backend archon.")
@@ -205,7 +205,7 @@ class TrainEngineConfig:
     )
     _version: str = setting(
         "v1",
-        "How training runs: in workers of the run (v1) or as services behind a gateway (v2).",
+        "Whether the run trains in its own workers (v1) or in services behind a gateway (v2).",
         choices=("v1", "v2"),
         refused=NO_GATEWAY,
     )
@@ -239,7 +239,8 @@ class TrainEngineConfig:
             yield from ineffective(
                 self,
                 ("offload",),
-                "on a model that is not trained; remove the setting, or set actor.fsdp.offload_params",
+                "on a model that is not trained; remove the setting, or set actor.fsdp.offload_params, which also applies to "
+                "this model",
             )
         if not self.gradient_checkpointing:
             because = (
@@ -248,8 +249,9 @@ class TrainEngineConfig:
             )
             yield from ineffective(self, ("offload_activations",), because)
         if self.enable_tree_training and self.mb_spec.packing_algorithm != "ffd":
+            problem = f"is not supported with mb_spec.packing_algorithm {self.mb_spec.packing_algorithm}"
             remedy = "set mb_spec.packing_algorithm to ffd, or remove mb_spec.packing_algorithm"
-            yield "enable_tree_training", f"needs rows that are packed by shared prefix; {remedy}"
+            yield "enable_tree_training", f"{problem}; {remedy}"
         if megatron := sorted({*self.target_modules} & _MEGATRON_LAYERS):
             remedy = f"write [{', '.join(_TRANSFORMERS_LAYERS)}], or remove target_modules to adapt all linear layers"
             yield "target_modules", f"contains names of Megatron layers ({', '.join(megatron)}); {remedy}"
@@ -262,8 +264,8 @@ class NamedAlgorithm:
 
     algorithm: str = setting(
         "",
-        "Algorithm that provides the loss, as in `areno train --algo`: gmpo, simpo, or your own as file.py:NAME. "
-        "Names such as cispo select areno's policy loss and change defaults such as use_cispo_loss.",
+        "Algorithm, as in `areno train --algo`. Some, such as gmpo, simpo or your own (file.py:NAME), provide a loss. Others "
+        "change defaults of areno's policy loss: cispo sets use_cispo_loss.",
     )
     algorithm_options: dict[str, Any] = setting({}, "Values of the algorithm's options, by option name.")
 
@@ -295,7 +297,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         above=0,
     )
     mask_no_eos_with_zero: bool = setting(
-        False, "Give truncated answers no task reward, and exclude these answers from training."
+        False, "Exclude truncated answers from training, and set their task reward to 0."
     )
     discount: float = setting(1.0, "Discount factor of rewards, per token.", minimum=0, maximum=1)
     gae_lambda: float = setting(1.0, "Lambda of generalized advantage estimation.", minimum=0, maximum=1)
@@ -397,7 +399,7 @@ class PPOCriticConfig(TrainEngineConfig):
     )
     mask_no_eos_with_zero: bool = setting(
         False,
-        "Give truncated answers no task reward, and exclude these answers from training. The value must equal "
+        "Exclude truncated answers from training, and set their task reward to 0. The value must equal "
         "actor.mask_no_eos_with_zero.",
         inherits="actor.mask_no_eos_with_zero",
         shown="actor.mask_no_eos_with_zero",
@@ -431,14 +433,14 @@ class TeacherConfig:
     )
     rollout: InferenceEngineConfig | None = section(
         None,
-        "Accepted only with engine_type rollout. Each value must be the default or equal the setting of the same name in "
-        "another section, because the teacher has no separate engine.",
+        "Accepted only with engine_type rollout. The teacher has no separate engine, so each value must be the default or that "
+        "of the same setting in actor, rollout or gconfig.",
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
     train: PPOActorConfig | None = section(
         None,
-        "Accepted only with engine_type train. Each value must be the default or equal the setting of the same name in "
-        "another section, because the teacher has no separate engine.",
+        "Accepted only with engine_type train. The teacher has no separate engine, so each value must be the default or that "
+        "of the same setting in actor, rollout or gconfig.",
         inner={"path": "teacher.path"},
     )
     path: str = setting(

@@ -192,7 +192,9 @@ class SFTConfig(BaseExperimentConfig):
 class RWConfig(BaseExperimentConfig):
     """Reward-model training on preference pairs."""
 
-    actor: TrainEngineConfig = section(TrainEngineConfig, "The trained model. Its setting is_critic must be true.")
+    actor: TrainEngineConfig = section(
+        TrainEngineConfig, "The trained model. A reward model needs a scalar head, so is_critic must be true."
+    )
 
 
 @dataclass

@@ -205,7 +205,9 @@ class InferenceEngineConfig:
     trial_name: str | None = setting(
         None, "Trial name. Set the top-level setting `trial_name` instead.", inherits="trial_name"
     )
-    fileroot: str | None = setting(None, "Root folder of logs and dumps.", inherits="cluster.fileroot")
+    fileroot: str | None = setting(
+        None, "Root folder of the run. Set `cluster.fileroot` instead.", inherits="cluster.fileroot"
+    )
     max_concurrent_rollouts: int | None = setting(
         None,
         "Maximum number of prompts whose answers are generated concurrently.",
@@ -234,8 +236,8 @@ class InferenceEngineConfig:
     )
     max_staleness: int | None = setting(
         None,
-        "Maximum staleness of trained tokens, in weight versions. The setting on_stale selects the action for "
-        "staler trajectories. If null, there is no bound.",
+        "Maximum staleness of trained tokens, in weight versions. If null, there is no maximum. The setting on_stale selects "
+        "the action for staler trajectories.",
         minimum=0,
     )
     on_stale: str = setting(
@@ -243,7 +245,9 @@ class InferenceEngineConfig:
         "Whether to drop a trajectory that exceeds max_staleness or to regenerate the trajectory from its prompt.",
         choices=("drop", "regenerate"),
     )
-    enable_rollout_tracing: bool = setting(False, "Log the lengths and the duration of each generation request.")
+    enable_rollout_tracing: bool = setting(
+        False, "For each generation request, log the prompt length, the answer lengths and the duration."
+    )
     check_trajectory_format: bool = setting(
         False, "Check the keys and shapes of the trajectories that a workflow returns."
     )
@@ -268,7 +272,7 @@ class InferenceEngineConfig:
     request_retries: int = setting(3, "Maximum number of retries of a failed request.", minimum=0)
     pause_grace_period: float = setting(
         0.0,
-        "Seconds to wait after generation is paused.",
+        "Seconds to wait between pausing generation and updating the weights.",
         minimum=0,
         no_effect="a weight update pauses generation between two tokens without dropping requests, so no wait is needed",
     )
@@ -278,8 +282,8 @@ class InferenceEngineConfig:
     )
     backend: str = setting(
         "",
-        "Engine and parallel sizes, such as areno:d2 (built-in engine, two devices) or vllm:d2t2 (two vLLM servers with two "
-        "devices each).",
+        "Engine, number of replicas (d) and tensor-parallel size (t), such as areno:d2 (two replicas of the built-in engine) "
+        "or vllm:d2t2 (two vLLM servers with two devices each).",
         required=True,
     )
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether the rollout has its own devices.")
@@ -304,7 +308,7 @@ class InferenceEngineConfig:
     )
     _version: str = setting(
         "v1",
-        "How the rollout runs: in workers of the run (v1) or as services behind a gateway (v2).",
+        "Whether the run generates in its own workers (v1) or in services behind a gateway (v2).",
         choices=("v1", "v2"),
         refused=NO_GATEWAY,
     )

@@ -100,7 +100,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "ppo.use_decoupled_loss": LegacyKey(
         "actor.use_decoupled_loss",
-        "Use the decoupled PPO loss, whose clipped ratio is relative to the policy before the update.",
+        "Use the decoupled PPO loss: clip the ratio to the policy before the update, and weight stale tokens by importance.",
         "same as ppo.recompute_logprob",
     ),
     "ppo.adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages over the batch.", "true"),
@@ -174,7 +174,7 @@ def legacy_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
     for path in keys:
         if path not in LEGACY_KEYS and not _is_setting(path, settings):
             hint = did_you_mean(nearest_path(path, [*LEGACY_KEYS, *settings]))
-            problems.add(f"{path} is neither a key of the quickstart nor a setting of PPOConfig{hint}; see --help")
+            problems.add(f"{path} is neither a key that --help lists nor a setting of PPOConfig{hint}")
     problems.raise_if_any()
     return keys
 

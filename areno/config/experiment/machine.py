@@ -143,8 +143,9 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of {place}"
         limit = f"cluster.n_gpus_per_node {requested}" if requested else here
         alternate = (
-            f", or use the same sizes for rollout and actor, such as d{requested or machine.gpus}, so that rollout and "
-            "training alternate on the same devices"
+            ", or use the same parallel sizes for rollout and actor, such as "
+            f"d{requested or machine.gpus} (data-parallel size {requested or machine.gpus}), so that rollout and training "
+            "alternate on the same devices"
         )
         yield (
             f"the experiment needs {needed} devices ({', '.join(parts)}), which is more than {limit}; use smaller parallel "

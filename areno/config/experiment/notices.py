@@ -179,9 +179,7 @@ def _actor_roles(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
             yield from _changed(f"{role}.scheduling_spec.{index}", spec, ("cpu", "env_vars"), because)
         if role == "ref":
             yield from _changed("ref", engine, ("optimizer",), "a reference is not trained")
-            because = (
-                "a reference uses only max_tokens_per_mb, because the split into microbatches does not change log-probs"
-            )
+            because = "for a reference, only max_tokens_per_mb matters, because it limits memory use"
             yield from _changed("ref.mb_spec", engine.mb_spec, _SCORING, because)
 
 

@@ -71,8 +71,8 @@ class MicroBatchSpec:
     )
     granularity: int = setting(
         1,
-        "Number of adjacent rows that stay together in one microbatch, such as 2 for pairs. The last block of "
-        "rows may be smaller.",
+        "Number of adjacent rows that stay together in one microbatch, such as 2 for pairs. The number of rows need not be a "
+        "multiple of this value.",
         minimum=1,
     )
     max_tokens_per_mb: int | None = setting(

@@ -145,7 +145,10 @@ def test_invalid_backends_are_refused_with_a_reason(text, words):
         ("sglang[a]:d1+fsdp[a]:d1", "two engines are called a"),
         ("sglang:d1+fsdp[actor]:d1+fsdp[ref]:d1", "if there are three or more engines, give each engine a name"),
         ("fsdp:d1++areno:d1", "the backend is empty"),
-        ("actor_gen:d4,other:d8", "'other:d8' is not of the form MODEL:SIZES; write one of actor_gen, actor_train"),
+        (
+            "actor_gen:d4,other:d8",
+            "'other:d8' is not of the form MODEL:SIZES, where MODEL is one of actor_gen, actor_train",
+        ),
         ("actor_gen:d4,*", "'*' is not of the form MODEL:SIZES"),
         ("actor_gen:d4,actor:d8,actor_train:d2", "sizes for actor twice; remove one of the two entries"),
         ("*:d4,*:d8", "sizes for * twice"),

@@ -358,7 +358,7 @@ def test_allocation_mode_sets_the_backend_of_each_role():
         ),
         (
             {"actor.backend": "megatron:(attn:d2t2|ffn:d4)"},
-            "must be a multiple of 2, the tensor-parallel size of the other layers, and must divide 4, the number of devices",
+            "must be a multiple of 2 (tensor-parallel size of the other layers) and divide 4 (devices per",
         ),
         (
             {"actor.backend": "fsdp:c2t2", "actor.use_lora": True},

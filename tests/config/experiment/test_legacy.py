@@ -169,7 +169,7 @@ def test_the_smaller_of_two_actor_limits_applies():
     [
         ("ppo.ppo_minibatches=3", "did you mean ppo.ppo_n_minibatches?"),
         ("group_szie=3", "did you mean group_size?"),
-        ("dataset.train_bs=3", "neither a key of the quickstart"),
+        ("dataset.train_bs=3", "neither a key that --help lists"),
         ("group_size=x", "gconfig.n_samples 'x'"),
         ("ppo.adv_norm=3", "ppo.adv_norm 3: expected true or false"),
         ("trial_name=a-b", "must not contain '-'"),

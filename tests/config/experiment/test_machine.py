@@ -160,7 +160,7 @@ def test_parameters_can_only_be_offloaded_if_they_are_sharded():
 @pytest.mark.parametrize("name", ["use_torch_fsdp2", "use_custom_fsdp"])
 def test_the_notice_says_whether_megatron_shards_weights(name):
     sharded, single = (rl(actor__backend=f"megatron:{d}", **{f"actor__megatron__{name}": True}) for d in ("d2", "d1"))
-    assert f"actor.megatron.{name}: weights are sharded as with" in notice(sharded)
+    assert f"actor.megatron.{name}: weights are sharded (same effect as" in notice(sharded)
     assert f"actor.megatron.{name}: the actor's weights are not sharded" in notice(single)
 
 
