@@ -101,8 +101,9 @@ def _nothing_to_learn(evidence: Evidence, value: str, always: bool) -> RunProble
         "equal_rewards",
         f"{all_of_them.capitalize()} are {value}, so all advantages are zero and nothing can be learned.",
         "Test the reward function (--reward-fn-path): a correct answer should get a higher reward than a wrong answer. If "
-        "only some of the listed samples are correct, the reward function is wrong. If none of these samples is correct, use "
-        "easier problems, a better initial model (SFT first) or a larger --n-samples.",
+        "only some of the listed samples are correct, the reward function is wrong. If all of them are correct, use harder "
+        "problems. If none of them is correct, use easier problems, a better initial model (SFT first) or a larger "
+        "--n-samples.",
         evidence.spread(),
     )
 
