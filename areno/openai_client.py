@@ -36,7 +36,7 @@ class OpenAIClient:
         self._http: httpx.Client | None = None
 
     def model(self) -> str:
-        """Return the model's name. If the client has no name yet, the name is requested from the server.
+        """Return the model's name. If the name is not known yet, it is requested from the server.
 
         Raises ServerError if this request fails.
         """
@@ -47,7 +47,7 @@ class OpenAIClient:
     def check(self, description: str) -> None:
         """Raise UsageError if a request for the server's list of models fails. The message starts with ``description``.
 
-        If the client has a model name, the server need not support this request.
+        If the model's name is known, a server that offers no such list (status 404, 405 or 501) passes the check.
         """
         try:
             listed = self._listed()

@@ -36,7 +36,7 @@ NO_REWARD = (
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
     """Yield an error message for each problem with the configured functions, classes and reward weights.
 
-    For each function or class without a problem, yield an empty string.
+    A function or class without a problem yields an empty string, which :meth:`Problems.raise_all` ignores.
     """
     for name in DATASETS:
         section = getattr(config, name)
@@ -75,7 +75,7 @@ def parser_problems(agent: AgentConfig) -> Iterator[str]:
 
 
 def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield a problem for each unknown parser of the agent, each missing package, and each missing login to a tracking service.
+    """Yield a problem for each unknown tool-call or reasoning parser, missing package, and missing login to a tracking service.
 
     The check avoids slow imports.
     """

@@ -136,8 +136,8 @@ class ExperimentPlan:
     def needed(self) -> int:
         """Peak memory in bytes.
 
-        If ``together`` is set, the result is the sum of the peak memory of both plans and the memory ``transfer`` for weight
-        transfers. Otherwise, the result is the larger peak memory of the two plans.
+        With ``together``, this is the peak of ``actor`` plus the peak of ``rollout`` plus ``transfer``. Otherwise, it is the
+        larger of the two peaks.
         """
         needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
         return sum(needs) + self.transfer if self.together else max(needs)

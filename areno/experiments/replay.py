@@ -72,7 +72,7 @@ class ReplayPPOTrainer(PPOTrainer):
         self.state.step = self.replay.step
 
     def data_size(self) -> dict[str, int]:
-        """Return an empty dict, because a replay has only the rows of one step."""
+        """Return an empty dict, because a replay trains only on the rows of one step, not on the datasets."""
         return {}
 
     def total_steps(self) -> int:

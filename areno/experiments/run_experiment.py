@@ -90,7 +90,7 @@ def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> 
 
 
 def legacy_config(words: Sequence[str], *, asynchronous: bool) -> PPOConfig:
-    """Return the configuration for the ``key=value`` options of a legacy program.
+    """Return the configuration for the ``key=value`` options of ``main_async_ppo.py`` or ``main_sync_ppo.py``.
 
     If the options name neither a reward function nor a reward model, the reward is 1 for a mathematically correct answer.
     """

@@ -77,7 +77,7 @@ class RoleNeed:
         return None if self.mem is None else self.mem * max(self.gpu, 1)
 
     def span(self, holder: "RoleNeed") -> int:
-        """Return the number of workers of ``holder`` whose cores and GPUs one worker of this role also uses.
+        """Return how many workers of ``holder`` share their cores and GPUs with one worker of this role.
 
         This role must be colocated with the role ``holder``. If ``span`` is the returned number, worker ``n`` of this role
         uses the GPUs of ``span`` consecutive workers of ``holder``, starting with worker ``n * span``.

@@ -22,7 +22,7 @@ class Clip:
     Attributes:
         eps_high: the upper bound is 1 + ``eps_high``; None means 1 + ``eps``. A higher bound lets the probability of
             unlikely tokens grow faster (DAPO, Yu et al. 2025, arXiv:2503.14476).
-        dual: upper bound on the loss where the advantage A is negative, as a multiple of abs(A) (Ye et al. 2020,
+        dual: where the advantage A is negative, the loss is at most ``dual * abs(A)`` (Ye et al. 2020,
             arXiv:1912.09729). If None, the loss has no upper bound.
 
     Raises:
@@ -91,7 +91,7 @@ class Clip:
         return self.is_high(ratio, advantage) | self.is_low(ratio, advantage) | self.is_dual(ratio, advantage)
 
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
-        """Compute the fraction of ratios under ``mask`` whose gradient the upper, lower or dual bound makes 0.
+        """Compute how often the bounds make the gradient of the loss 0, as fractions of the entries under ``mask``.
 
         The result has one fraction for all bounds together, and one fraction for each bound.
         """

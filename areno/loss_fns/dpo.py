@@ -55,10 +55,10 @@ def dpo_loss_fn(
             weight than short answers.
 
     Returns:
-        Loss and statistics: dpo_loss, total_loss, dpo_accuracy (fraction of pairs with D > 0), dpo_margin (beta D),
-        dpo_chosen_reward and dpo_rejected_reward (beta times a log-ratio), dpo_reward_margin (the difference of these
-        rewards), and dpo_response_len. ``dpo_loss_fn.units`` returns the quantities before averaging:
-        response_len per sequence, and all other quantities per pair.
+        Loss and statistics: dpo_loss and total_loss (the loss), dpo_accuracy (fraction of pairs with D > 0),
+        dpo_chosen_reward and dpo_rejected_reward (beta times a log-ratio), dpo_margin and dpo_reward_margin (both beta D,
+        the difference of these rewards), and dpo_response_len. ``dpo_loss_fn.units`` returns the quantities before
+        averaging: response_len per sequence, and all other quantities per pair.
 
     Raises:
         ValueError: an argument is out of range, the pack has no reference log-probs, or a sequence is unpaired.

@@ -99,10 +99,6 @@ class Norm:
         return torch.where(divisor > 0, centered / divisor, 0.0)
 
     def _centered(self, x: Tensor, groups: Tensor) -> Tensor:
-        """Subtract from each entry the mean mu of its group.
-
-        The minimum of the group is subtracted first, so that equal entries give exactly 0.
-        """
         counts = _sums(torch.ones_like(x), groups)
         minimum = torch.full_like(x, torch.inf).scatter_reduce(0, groups, x, "amin")[groups]
         above = x - minimum
@@ -113,5 +109,4 @@ class Norm:
 
 
 def _sums(values: Tensor, groups: Tensor) -> Tensor:
-    """Return, for each entry [N], the sum over the entry's group."""
     return torch.zeros_like(values).index_add(0, groups, values)[groups]

@@ -82,8 +82,8 @@ class _Terms:
 
     Log-probs and advantages are 0 outside the response mask.
 
-    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens of the sequence that are
-    not masked (see ``weights.keep``). ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
+    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens of the sequence for which
+    ``weights.keep`` is True. ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
     """
 
     mask: Tensor
@@ -138,8 +138,8 @@ def policy_loss_fn(
         kl_type: KL estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
-        Loss and statistics: those that every policy loss reports, and those that docs/statistics.md lists for
-        ``areno run``, such as ``importance_weight/avg``, ``importance_weight/min`` and ``importance_weight/max``.
+        Loss and statistics. docs/statistics.md describes the statistics that ``areno run`` reports, such as
+        ``importance_weight``.
 
     Raises:
         ValueError: the pack lacks a tensor that the settings need, or ``version`` is missing.

@@ -46,8 +46,8 @@ class RewardShaping:
     answers, the penalty grows linearly with the length, and is ``overlong_penalty_factor`` at ``max_new_tokens``
     tokens.
 
-    With ``mask_no_eos_with_zero``, the task reward and the advantages of a truncated answer are 0, and ``adv_norm``
-    ignores the answer. Trainers also omit truncated answers from the update (see :func:`untruncated`).
+    With ``mask_no_eos_with_zero``, the task reward and the advantages of a truncated answer are 0, ``adv_norm`` ignores
+    the answer, and trainers omit the answer from the update (see :func:`untruncated`).
 
     GAE needs a value after the last trained token. For a truncated answer, this value comes from the critic if there is a
     critic and ``bootstrap_truncated`` is set. In all other cases, the value is 0.
@@ -120,7 +120,10 @@ class RewardShaping:
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """Rewards of segments: sets of tokens that share one reward, such as the tokens of a turn or of several rows."""
+    """Rewards of segments.
+
+    A segment is a set of tokens that share one reward, such as the tokens of a turn or of several rows.
+    """
 
     rewards: Sequence[float]  # reward of each segment
     groups: Sequence[int]  # comparison group of each segment

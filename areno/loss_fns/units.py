@@ -28,9 +28,8 @@ Summary = Literal["mean", "range", "count"]
 Names = Mapping[str, tuple[str, Summary]]
 """Maps the name of each reported statistic to a pair: a quantity and a summary.
 
-The quantity is a key of the dictionary that a unit function (:data:`UnitsFn`) returns. The statistic summarizes the values of
-this quantity: the summary ``mean`` is their mean, ``range`` is their mean, minimum and maximum, and ``count`` is the number of
-units with a value.
+The quantity is a key of the dictionary that a unit function (:data:`UnitsFn`) returns. The summary of its values is ``mean``,
+``range`` (mean, minimum and maximum) or ``count`` (number of units with a value; see :class:`Quantity`).
 """
 
 

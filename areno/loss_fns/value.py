@@ -43,7 +43,7 @@ def value_loss_fn(
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_values`` and ``packed_returns``.
-        values: current value before each action, one entry per action.
+        values: V, the value of the state before each action, one entry per action.
         cliprange_value: eta, the maximum difference between V_clip and V_old, in units of reward.
         value_loss_coef: weight of the loss.
 

@@ -53,7 +53,7 @@ wait, watch_names, clear_subtree = _names.wait, _names.watch_names, _names.clear
 
 
 def reconfigure(options: NameOptions) -> None:
-    """Call ``reset``, then replace the store that all functions of this module use."""
+    """Call ``reset`` on the current store, then let all functions of this module use the store that ``options`` selects."""
     store = options.open()
     _names.reset()
     _names.store = store

@@ -172,7 +172,7 @@ def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event)
 
 
 def _normal(name: str) -> str:
-    """Return ``name`` without leading and trailing slashes. Raises UsageError if a word between two slashes is invalid."""
+    """Strip the slashes at both ends. Raises UsageError if the name is invalid."""
     words = name.strip("/").split("/")
     if any(not word or word.startswith(".") or "\0" in word for word in words):
         raise UsageError(

@@ -13,8 +13,8 @@ from typing import IO, NamedTuple, TextIO
 class _Glyphs(NamedTuple):
     """Characters of a line chart.
 
-    In a column where the line falls, ``down[0]`` marks the upper row, and ``down[1]`` marks the lower row. In a column where
-    the line rises, ``up[0]`` marks the lower row, and ``up[1]`` marks the upper row.
+    In a column where the line falls, ``down[0]`` is drawn in the row of the previous value, and ``down[1]`` in the row of the
+    new value. In a column where the line rises, ``up`` is used in the same way.
     """
 
     flat: str

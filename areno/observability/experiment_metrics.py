@@ -16,7 +16,7 @@ MEANS = tuple(f"{kind}/{name}" for kind in ("rollout", "eval-rollout") for name 
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A documented statistic of ``areno run``."""
+    """An entry of ``docs/statistics.md``: a statistic that ``areno run`` records."""
 
     name: str  # full name
     exported: Exported
@@ -24,7 +24,7 @@ class Statistic:
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Names of the numbers that the statistic exports (see :data:`Exported`)."""
+        """Names of the exported numbers, such as ``name/avg``; see :data:`Exported`."""
         return (
             (self.name,)
             if self.exported == "number"

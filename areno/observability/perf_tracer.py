@@ -100,7 +100,7 @@ class PerfTracer:
 
     @contextmanager
     def trace_scope(self, name: str, category: str = Category.MISC, args: Args = None) -> Iterator[None]:
-        """Record the block as an event with a duration."""
+        """Record the ``with`` block as an event with a duration."""
         if not self.enabled:
             yield
             return
@@ -114,7 +114,7 @@ class PerfTracer:
 
     @asynccontextmanager
     async def atrace_scope(self, name: str, category: str = Category.MISC, args: Args = None) -> AsyncIterator[None]:
-        """Record an asynchronous block in the same way as :meth:`trace_scope`."""
+        """Record the ``async with`` block in the same way as :meth:`trace_scope`."""
         if not self.enabled:
             yield
             return

@@ -144,7 +144,8 @@ def row_records(
 
     Args:
         prompts: prompt index of each group (see :func:`reward_records`).
-        computed: values that training computed for the tokens of a row, by the row number that :func:`observe` assigned.
+        computed: values that training computed for the tokens of a row. The key is the number that :func:`observe` assigned
+            to the row.
         data: data row of each group; empty if the data rows are unknown.
     """
     advantages = []

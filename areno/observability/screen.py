@@ -55,7 +55,7 @@ class Trend:
             self._each *= 2
 
     def bounds(self) -> tuple[float, float] | None:
-        """Return the smallest and the largest finite point; None if no point is finite."""
+        """Return the smallest and the largest finite value in ``points``; None if no value is finite."""
         finite = [point for point in self.points if math.isfinite(point)]
         return (min(finite), max(finite)) if finite else None
 

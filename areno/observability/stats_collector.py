@@ -137,7 +137,10 @@ class StatsTracker:
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
-        """Add the duration of the block, in seconds, to the statistic ``timeperf/{key}``. Scopes add no prefix to its name."""
+        """Add the duration of the ``with`` block, in seconds, to the statistic ``timeperf/{key}``.
+
+        A :meth:`scope` adds no prefix to this name.
+        """
         start = self._clock()
         try:
             yield
@@ -150,8 +153,8 @@ class StatsTracker:
     def parts(self, key: str | None = None, reset: bool = True) -> Parts:
         """Return the contributions of this process to statistics, as input for :func:`merge`.
 
-        ``key`` is the full name of a statistic or of a scope; None selects all statistics. With ``reset``, the tracker
-        then forgets these statistics.
+        ``key`` selects the statistic with this full name, and all statistics whose full names begin with ``{key}/``. None
+        selects all statistics. With ``reset``, the tracker then forgets the selected statistics.
         """
         with self._lock:
             names = [name for name in self._accumulators if key is None or name == key or name.startswith(f"{key}/")]
@@ -255,10 +258,7 @@ def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
 
 
 def without_counts(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers without the counts of scalars (``name__count``).
-
-    Only code that combines several means needs the counts.
-    """
+    """Omit the numbers ``name__count`` (see :data:`COUNT_SUFFIX`), which only code that combines several means needs."""
     return {name: value for name, value in numbers.items() if not name.endswith(COUNT_SUFFIX)}
 
 

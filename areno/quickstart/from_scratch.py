@@ -117,7 +117,6 @@ def accuracy(problems: Sequence[Problem], completions: Sequence[str]) -> float:
 
 
 def _write_inputs(root: Path, seed: int) -> int:
-    """Write the data, the loader and reward files, and the random model. Return the model's number of parameters."""
     data = root / "data"
     data.mkdir(parents=True)
     demonstrations = draw_problems(seed, SFT_STEPS * SFT_BATCH, held_out=False, weights=_SFT_WORDINGS)

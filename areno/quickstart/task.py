@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the addition is reserved for evaluation, in all its wordings."""
+        """Whether the problem is reserved for evaluation. This depends only on the two numbers, not on the wording."""
         digest = hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
@@ -67,14 +67,14 @@ class Problem:
 
 
 def problem_count() -> int:
-    """Return how many different additions the task contains."""
+    """Return the number of different pairs (a, b) in the task."""
     return (HIGH - LOW + 1) ** 2
 
 
 def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
-    """Draw ``count`` problems with distinct pairs of numbers: only held-out problems, or only training problems.
+    """Draw ``count`` problems: held-out problems, or training problems if ``held_out`` is False.
 
-    The wording of each problem is drawn with the relative frequencies ``weights``.
+    Each pair (a, b) is drawn at most once. The wording of each problem is drawn with the relative frequencies ``weights``.
     """
     rng = random.Random(seed)
     wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]

@@ -35,7 +35,7 @@ class OptionAdvice:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def text(self, text: str) -> str:
-        """Replace ``areno train`` options in ``text`` with settings of ``areno run`` if this command started the run."""
+        """If ``areno run`` started the run, replace ``areno train`` options in ``text`` with the corresponding settings."""
         return in_settings(text) if self._is_experiment else text
 
     def assign(self, option: str, value: object) -> str:
@@ -68,7 +68,7 @@ class OptionAdvice:
     def kl(self) -> str:
         """An option and its value, such as ``--kl-coef 0.01``. The option adds a KL penalty relative to the initial model.
 
-        ``a KL term`` if the run recorded no such option.
+        If the run recorded no option for a KL penalty, the text is ``a KL term``.
         """
         if self._is_experiment:
             return "actor.kl_loss_coef=0.01"

@@ -246,10 +246,10 @@ def _causes(
 ) -> list[SettingDifference]:
     """Return the differences in settings and environment that may have caused the first difference in the results.
 
-    A setting may be the cause if it affects the phase in which the results first differ. If no such setting differs, but the
-    metrics of an earlier step differ within the tolerance, all differing settings that may change results are returned: the
-    weights may have differed since that step. Differences in the environment are returned only for phases that the environment
-    can affect: sampled tokens, log-probs and the update.
+    A setting may be the cause if it affects the phase in which the results first differ. If there is no such setting, but the
+    metrics of an earlier step already differed slightly (within the tolerance), any setting that may change results can be the
+    cause, because the weights may have differed since that step. Differences in the environment are returned only for phases
+    that the environment can affect: sampled tokens, log-probs and the update.
     """
     if result.different is None:
         return []

@@ -21,7 +21,7 @@ from areno.storage.sample_index import Entries
 RELATIVE = 1e-6
 """Two values of a metric agree if their difference is at most this fraction of the larger absolute value.
 
-Small differences also agree, see ``ABSOLUTE``.
+Values that differ by at most ``ABSOLUTE`` also agree.
 """
 ABSOLUTE = 1e-6
 """Two values of a metric agree if they differ by at most this number, even if the relative difference exceeds ``RELATIVE``.
@@ -211,12 +211,11 @@ def _first_sample_step(a: Entries, b: Entries) -> int | None:
 def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) -> StepDifference:
     """Describe the first phase in which a step differs between two runs.
 
-    If the recorded samples of the step differ, the phase is the first phase in which the samples differ. In two cases, the
-    phase is the first phase whose metrics differ:
+    In general, the recorded samples determine the phase; see :func:`_sample_difference`. In two cases, it is instead the first
+    phase whose metrics differ:
 
     - The samples agree, or a run has recorded no samples of the step.
-    - The recorded prompts agree, but a metric of the phase ``prompts`` differs, such as the number of prompts. A run may not
-      record all its prompts.
+    - The recorded prompts agree, but a metric of the phase ``prompts`` differs. Prompts that were not recorded may then differ.
     """
     by_metrics = _metric_difference(step, pairs, _differs)
     samples = _samples(a, step), _samples(b, step)

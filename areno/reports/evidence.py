@@ -78,10 +78,10 @@ class Evidence:
 
     @cached_property
     def neglected(self) -> str:
-        """Name of the reward part whose mean over the last steps is lowest relative to the range of the part.
+        """Name of the reward part whose mean over the last steps is closest to the part's minimum, relative to its range.
 
-        ``""`` if the means of all parts are in the upper half of their ranges. The ranges come from recorded samples. Parts
-        that are never above 0 (penalties) are ignored.
+        The range of a part extends from its minimum to its maximum over recorded samples. The name is ``""`` if the means of
+        all parts are in the upper half of their ranges. Parts that are never above 0 (penalties) are ignored.
         """
         parts_of_run, samples, lowest = self.run.reward_parts(), self.samples, 0.5
         chosen = [*samples.spread(samples.early), *samples.spread(samples.late)] if parts_of_run else []
@@ -99,8 +99,7 @@ class Evidence:
     def solved(self) -> bool:
         """Whether the last rewards are close to the highest reward of the run, and no reward part is low.
 
-        A reward part is low if its mean over the last steps is in the lower half of its range. The attribute ``neglected``
-        is the name of the lowest of these parts.
+        A reward part is low if its mean over the last steps is in the lower half of its range; see ``neglected``.
         """
         return self.at_highest and not self.neglected
 
@@ -108,8 +107,8 @@ class Evidence:
     def broke(self) -> int | None:
         """The step at which the reward of a run collapsed; None if the reward did not collapse.
 
-        From this step to the end of the run, no reward exceeds the midpoint between the highest reward and the mean reward over
-        the last steps (see :func:`late_mean`).
+        From this step to the end of the run, no reward exceeds the midpoint between two values: the highest reward of the run,
+        and the mean reward over the last steps (see :func:`late_mean`).
         """
         steps, values = finite(self.run.series("reward"))
         if not len(values):
@@ -144,7 +143,7 @@ class Evidence:
         return share if math.isnan(recorded) else recorded, indices
 
     def spread(self) -> tuple[str, ...]:
-        """Return the IDs of at most ``SHOWN`` evenly spaced samples of the last steps."""
+        """Return the IDs of at most ``SHOWN`` samples, evenly distributed over the samples of the last steps."""
         return self.ids(self.samples.spread(self.samples.late, SHOWN))
 
     def ids(self, indices: Sequence[int] | Indices) -> tuple[str, ...]:

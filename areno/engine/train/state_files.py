@@ -160,7 +160,7 @@ class SavedState:
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Compute the overlap of a saved chunk with one box of a shard; see :func:`_boxes`.
+    """Compute the overlap of a saved chunk with a box, which is a part of the shard to read; see :func:`_boxes`.
 
     ``local`` are the slices of the box in the shard, and ``offsets`` are the offsets of the box in the unsharded tensor.
     Yield the slices of the overlap in the shard, and its slices in the chunk. Yield nothing if there is no overlap.
@@ -176,10 +176,10 @@ def _overlap(
 
 
 def _boxes(index: Index) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """Split a shard into boxes. ``index`` describes the shard; see :data:`Index`.
+    """Split a shard into boxes: rectangular parts that are contiguous in each dimension of the unsharded tensor.
 
-    In each dimension of the unsharded tensor, a box covers consecutive indices. For each box, yield its slices in the
-    shard, and its offsets in the unsharded tensor.
+    ``index`` describes the shard; see :data:`Index`. For each box, yield its slices in the shard, and its offsets in the
+    unsharded tensor.
     """
     for runs in product(*map(_runs, index)):
         yield tuple(slice(first, last) for first, last, _ in runs), tuple(offset for *_, offset in runs)

@@ -1,7 +1,7 @@
 """Record the log-prob and the clip flag that an update computes for each token. The run's sample files contain these values.
 
-Values are recorded only for observed rows. The attribute ``observed`` of such a row is a number that identifies the row. For
-all other rows, ``observed`` is -1. The values stay on the device until :meth:`TokenRecords.take` reads them.
+Values are recorded only for the rows that :func:`areno.observability.samples.observe` has numbered. The values stay on the
+device until :meth:`TokenRecords.take` reads them.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class TokenRecords:
         """Record the log-probs and clip flags of a forward pass over ``rows``.
 
         ``logprobs`` and ``clipped`` have one entry for each token of the concatenated rows, except for the first token of each
-        row. Rows whose ``observed`` is -1, and rows that already have a record, are skipped.
+        row. Rows without a number (``observed`` is -1), and rows that already have a record, are skipped.
         """
         start = 0
         for row in rows:

@@ -250,8 +250,9 @@ def make_engine(
 def replica_stall_limit(request_timeout: float) -> float:
     """Return the seconds without progress after which a rollout replica with several ranks counts as stuck.
 
-    A request can wait for other requests, so a replica must make progress long before a request times out: the limit is a sixth
-    of ``request_timeout``, but at least 600. If ``request_timeout`` is below 600, it is the limit.
+    The result is a sixth of ``request_timeout``, but at least 600 seconds. If ``request_timeout`` is below 600 seconds, the
+    result is ``request_timeout``. The result is only a fraction of the timeout, because the timeout includes the time during
+    which a request waits for other requests.
     """
     return max(min(STALL_S, request_timeout), request_timeout / 6)
 

@@ -60,7 +60,7 @@ _KEPT_CHECKPOINTS = 2
 
 
 def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = False) -> Frequency:
-    """Convert the ``freq_*`` settings of a section to a schedule for saving models, evaluations or checkpoints.
+    """Convert the ``freq_*`` settings of a section to a schedule of evaluations, checkpoints or saved models.
 
     :class:`Frequency` explains ``first`` and ``last``.
     """
@@ -70,7 +70,8 @@ def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = Fal
 class ExperimentTrainer(TrainingLoop):
     """Base class of the trainers, for use as a context manager.
 
-    If ``train_dataset`` or ``valid_dataset`` is None, the dataset of the configuration section with this name is loaded.
+    If ``train_dataset`` is None, the dataset of the configuration section ``train_dataset`` is loaded. The same holds for
+    ``valid_dataset``.
     """
 
     saver: Saver

@@ -78,7 +78,7 @@ class SupervisedExperimentTrainer(ExperimentTrainer):
         return examples
 
     def loss(self) -> LossFn:
-        """Return the loss function of the steps."""
+        """Return the loss function of training and evaluation."""
         return self.objective.experiment_loss()
 
     def run_step(self, at: StepInfo) -> StepOutcome:
@@ -134,9 +134,9 @@ class DPOTrainer(SupervisedExperimentTrainer):
     best_is_higher = True
 
     def prepare(self) -> None:
-        """Set the reference log-probs of all rows.
+        """Set the reference log-probs of all rows, unless ``actor.algorithm`` is set.
 
-        If ``actor.algorithm`` selects an algorithm, do nothing, because none of these algorithms uses a reference model.
+        The algorithms that ``actor.algorithm`` can select use no reference model.
         """
         if self.config.actor.algorithm:
             return
@@ -160,8 +160,8 @@ class DPOTrainer(SupervisedExperimentTrainer):
 def preference_loss(actor: DPOEngineConfig) -> LossFn:
     """Return the preference loss that the ``actor`` section configures.
 
-    If ``actor.algorithm`` is set, return the loss of this algorithm. If :func:`areno.loss_fns.units.mean_loss` created this
-    loss, the names of its statistics are replaced by the names that the DPO loss uses.
+    If ``actor.algorithm`` is set, return the loss of this algorithm. Its statistics get the names of the DPO loss's
+    statistics if the loss was made with the decorator :func:`areno.loss_fns.units.mean_loss`.
 
     If ``actor.algorithm`` is not set, ``actor.loss_type`` selects the loss. IPO compares log-probs averaged per token, so its
     target 1 / (2 beta) does not depend on the length.

@@ -81,7 +81,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
 
 
 def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.partial[Any]:
-    """Return the loss of ``actor.algorithm``, or the policy loss if no algorithm is set. The options of the loss are bound."""
+    """Return the loss of ``actor.algorithm``, or the policy loss if no algorithm is set, with its options."""
     loss: Any = policy_loss_fn
     if actor.algorithm:
         spec, options = named_algorithm(actor)

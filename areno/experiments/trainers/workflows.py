@@ -62,10 +62,10 @@ def _reward_call(config: PPOConfig) -> AsyncReward | None:
 
 
 def filter_of(config: PPOConfig, filter_fn: Any) -> Callable[[Trajectory], bool] | None:
-    """Return a filter that applies ``filter_fn`` and the configured bounds on a group's mean reward; None if there are neither.
+    """Return a filter of groups of samples; None if neither a filter function nor a bound is configured.
 
-    If ``filter_fn`` is None, the filter of the ``workflow`` section is used. The bounds are the settings ``success_rate_lb``
-    and ``success_rate_ub``.
+    A group passes if the filter function accepts it, and if its mean reward is within the bounds ``success_rate_lb`` and
+    ``success_rate_ub``. The filter function is ``filter_fn`` or, if this is None, the one of the ``workflow`` section.
     """
     function = filter_fn or config.workflow_section.dynamic_filter_fn
     accept = named_function(function, option="workflow.dynamic_filter_fn") if function else None
