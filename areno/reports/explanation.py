@@ -1,7 +1,7 @@
 """Finds a metric by its full or short name, for ``areno explain`` and for pages that show metrics.
 
 The module covers the metrics of ``areno train`` and of ``areno run``. Both commands use the same short names for the metrics of
-a weight update. For example, ``train/entropy`` (``areno train``) and ``ppo_actor/update/entropy`` (``areno run``) have the
+an optimizer update. For example, ``train/entropy`` (``areno train``) and ``ppo_actor/update/entropy`` (``areno run``) have the
 short name ``entropy`` and the same explanation.
 """
 
@@ -113,5 +113,4 @@ def _without_number(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Convert the Markdown text of a table cell to plain text."""
     return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", text).replace("`", "")

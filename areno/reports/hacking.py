@@ -19,7 +19,7 @@ from areno.reports.svg import short
 from areno.reports.trends import SeriesTrend, falls_at_start, trend_of
 
 AT_COST = 0.2
-"""A fall of a reward part indicates exploitation of the reward only if it exceeds this fraction of the initial value.
+"""Minimum fall of a reward part that indicates exploitation of the reward, as a fraction of the part's initial value.
 
 A policy that exploits its reward can raise one part of the reward at the cost of another part.
 """
@@ -43,15 +43,12 @@ reward is ``NEARLY_ALL`` for short answers, and ``MOST`` for longer answers.
 NEARLY_ALL = 0.9
 """Minimum fraction of equal short answers that indicates exploitation of the reward.
 
-The fraction is that of the most frequent answer among the best-rewarded answers of the last steps. ``SHORT_ANSWER`` is the
-maximum length of a short answer.
+The fraction counts only the best-rewarded answers of the last steps. ``SHORT_ANSWER`` is the maximum length of a short answer.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """A sign of an exploited reward: the observation (``seen``), its meaning, the remedy, and samples that show it."""
-
     key: str
     seen: str
     meaning: str
@@ -124,10 +121,6 @@ def _unrewarded(up: _Part, down: _Part) -> str:
 
 
 def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
-    """Return the IDs of samples from the last steps: those with the largest difference between two reward parts.
-
-    ``high`` and ``low`` are the names of the parts. The difference is the value of ``high`` minus the value of ``low``.
-    """
     samples = evidence.samples
 
     def difference(index: int) -> float:

@@ -91,7 +91,7 @@ class Progress:
         return (trend.peak, trend.peak_step) if self.by_reward else (trend.low, trend.low_step)
 
     def lost(self, trend: SeriesTrend | None) -> bool:
-        """Return whether a clear gain was lost again."""
+        """Return whether the trend improved clearly, and then lost more than the fraction ``LOST`` of this gain."""
         if trend is None:
             return False
         sign = 1 if self.by_reward else -1
@@ -132,7 +132,8 @@ class Progress:
     def flat_since(self) -> int | None:
         """First step whose evaluation differs from all later evaluations by no more than noise.
 
-        None if this step is in the second half of the run, if fewer than three evaluations follow, or if there are no rewards.
+        None if this step is in the second half of the run, if fewer than three evaluations follow, or if the run is judged by
+        its loss.
         """
         trend, (steps, values) = self.held_out, finite(self.run.series("eval_reward"))
         if trend is None or not self.by_reward or len(values) < 4:

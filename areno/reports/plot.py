@@ -43,7 +43,9 @@ class PlotLayout:
 
 
 def metric_names(runs: Sequence[RunData], pattern: str) -> list[str]:
-    """Return the metrics that a pattern selects. The pattern is one of ``KEYS``, the name of a metric, or a glob.
+    """Return the metrics that a pattern selects.
+
+    The pattern is a key of ``KEYS`` such as ``reward``, the name of a metric in ``metrics.jsonl``, or a glob for such names.
 
     Raises UsageError if no run recorded a metric that matches.
     """
@@ -166,7 +168,8 @@ def _time_unit(runs: Runs) -> tuple[float, str]:
 def _tokens(run: RunData) -> tuple[NDArray[np.int64], Floats]:
     """Return the steps, and the total number of tokens up to the end of each step.
 
-    Trained tokens are counted for SFT and for ``areno run``, generated tokens for other runs of ``areno train``.
+    For ``areno run``, and for SFT with ``areno train``, only trained tokens are counted. For other algorithms of
+    ``areno train``, all generated tokens are counted.
     """
     name = next((name for name in _TOKENS if name in run.metrics), None)
     if name is not None:

@@ -24,7 +24,7 @@ from areno.reports.trends import finite, window
 GROWTH = 10.0
 """The gradient norm is exploding if it exceeds this multiple of its initial value.
 
-Differences between batches can cause smaller growth.
+Growth by a smaller factor may be due to differences between batches.
 """
 LENGTH_COLLAPSE, LENGTH_EXPLOSION = 0.2, 3.0
 """Limits for the length of the answers, as multiples of the initial length.

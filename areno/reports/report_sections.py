@@ -37,7 +37,7 @@ MAX_PARTS = 8
 MAX_LINES = 500
 """Maximum number of listed warnings, and of listed settings."""
 VALUE_CHARS = 300
-"""Maximum number of characters of a setting's value."""
+"""Maximum number of characters that the report shows of a setting's name or value."""
 WARNING_CHARS = 1000
 """Maximum number of characters of a warning."""
 MAX_FILES = 200
@@ -89,7 +89,8 @@ class Chart:
 class ShownSamples:
     """Samples shown under one heading.
 
-    ``links`` has the samples that are already shown under an earlier heading. ``samples`` has the others.
+    Samples that are already shown under an earlier heading are in ``links``, because they are only linked. The others are in
+    ``samples``.
     """
 
     title: str

@@ -139,7 +139,7 @@ class RunData:
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
         """Return the recorded sample to which an entry of the sample index refers.
 
-        If ``tokens`` is false, the tokens of the sample (its ``rows``) may be missing.
+        If ``tokens`` is false, reading is faster, but the key ``rows``, which has the tokens, is usually missing.
         """
         return self.files.read_sample(entry, tokens=tokens)
 
@@ -191,7 +191,7 @@ def _text(value: Any) -> str | None:
 def read_config(run: RunDirectory) -> dict[str, Any]:
     """Return the configuration of a run, without secrets.
 
-    {} if the file is missing, cannot be read, or exceeds a limit.
+    {} if the file is missing, cannot be read, or is too large.
     """
     try:
         with run.open(run.config_path) as file:
@@ -208,7 +208,7 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
 def _count(value: Any, counts: dict[int, int]) -> int:
     """Return the number of values in a nested value. If a YAML alias repeats a value, all parts of the value count again.
 
-    If a value contains itself, the result exceeds the limit ``_CONFIG_VALUES``.
+    If a value contains itself, the result exceeds ``_CONFIG_VALUES``, so that :func:`read_config` rejects the configuration.
     """
     if not isinstance(value, dict | list | tuple):
         return 1

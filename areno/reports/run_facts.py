@@ -10,7 +10,7 @@ from areno.reports.trends import finite
 from areno.storage.json_lines import as_float
 
 _LISTED = 8
-"""Maximum number of steps of checkpoints, or of saved models, that :func:`saved_sentence` lists.
+"""Maximum number of steps that :func:`saved_sentence` lists individually.
 
 If there are more steps, the sentence gives only the number of steps, the first step and the last step.
 """

@@ -18,18 +18,21 @@ from areno.reports.trends import window
 from areno.storage.sample_index import FLAGS
 
 CHECKED = 64
-"""Default maximum number of samples that :meth:`RunSamples.spread` selects. Checks read the texts of these samples."""
+"""Default maximum number of samples that :meth:`RunSamples.spread` selects."""
 COMPARED = 400
-"""Maximum number of answers at the start of a run, and at its end, that are searched for recurring prompts.
+"""Recurring prompts are searched among this number of prompts at the start of a run, and the same number at its end.
 
-Only the first answer to each prompt in a step is used.
+If a step has several answers to a prompt, the prompt counts once.
 """
 
 Indices = NDArray[np.int64]
 
 
 def sample_id(sample: Any) -> str:
-    """Return the ID ``STEP/PROMPT/SAMPLE`` of a record or of an index entry. `areno inspect` accepts the ID."""
+    """Return the ID ``STEP/PROMPT/SAMPLE`` of a record of ``samples.jsonl`` or of an entry of ``samples.index``.
+
+    ``areno inspect`` accepts the ID.
+    """
     names = ("step", "prompt_index", "sample_index") if isinstance(sample, dict) else ("step", "prompt", "sample")
     return "/".join(str(sample[name]) for name in names)
 
@@ -113,7 +116,7 @@ class RunSamples:
         return tuple(sample_id(self.entries[index]) for index in indices)
 
     def position(self, name: str) -> int | None:
-        """Return the position of the sample with this ID; None if there is no such sample."""
+        """Return the position of the sample whose ID (see :func:`sample_id`) is ``name``; None if there is no such sample."""
         step, prompt, sample = map(int, name.split("/"))
         first, end = np.searchsorted(self.steps, [step, step + 1])
         entries = self.entries[first:end]
@@ -149,9 +152,10 @@ class RunSamples:
 
     @property
     def prompts(self) -> tuple[int, int]:
-        """Number of prompts, and number of distinct prompts, at the start and the end of a run (see ``COMPARED``).
+        """Number of prompts, and number of distinct prompts.
 
-        In the first number, a prompt counts once for each step that sampled it.
+        Both numbers count the start and the end of the run together (see ``COMPARED``). In the first number, a prompt counts
+        once for each step that sampled it.
         """
         return sum(map(len, self._by_prompt.values())), len(self._by_prompt)
 

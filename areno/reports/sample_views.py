@@ -17,7 +17,7 @@ MAX_TOKENS = 6000
 SAMPLE_TOKENS = 400
 """Maximum number of tokens of a training row that are shown one by one. Half are from its start, and half from its end."""
 CONTEXT_CHARS = 600
-"""Maximum number of characters of a prompt, of a data row, or of a :class:`SegmentView` without individual tokens."""
+"""Maximum number of characters that are shown of a prompt, of a data row, or of a segment that is shown as plain text."""
 MAX_SEGMENTS = 60
 """Maximum number of segments of a training row that are shown."""
 TEXT_CHARS = 2000
@@ -74,7 +74,7 @@ class SampleView:
 
 
 class SampleViews:
-    """Creates the views of the samples of a page, and limits the number of tokens on the page."""
+    """Formats the samples of a page, so that the page shows at most ``MAX_TOKENS`` tokens one by one."""
 
     def __init__(self) -> None:
         self._left = MAX_TOKENS

@@ -12,11 +12,11 @@ from areno.storage.metric_columns import Series
 CLEAR = 3.0
 """Number of standard errors above which a change is clear. Noise alone causes a clear rise in about one of 700 runs."""
 SHARE = 10
-"""The first and the last 1 / SHARE of the steps of a long run are compared."""
+"""In a long run, the first 1 / ``SHARE`` of the steps is compared with the last 1 / ``SHARE``."""
 AT_LEAST = 5
-"""Minimum number of first steps, and of last steps, whose mean values of a metric are compared.
+"""Minimum number of steps in the mean over the start of a run, and in the mean over its end.
 
-With fewer steps, a single unusual batch could change a mean too much. If a run has fewer than twice this number of steps, its
+With fewer steps, a single unusual batch could change a mean too much. Exception: if a run is too short for two such means, its
 first half is compared with its second half.
 """
 
@@ -75,7 +75,7 @@ class SeriesTrend:
 
 
 def window(count: int) -> int:
-    """Return the number of first values of a series to compare with the same number of last values.
+    """Return the number of values in the mean over the start of a series, and in the mean over its end.
 
     ``count`` is the length of the series. The result is 0 if ``count`` is below 2.
     """
@@ -139,9 +139,8 @@ def finite(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 def falls_at_start(series: Series) -> bool:
     """Return whether the first values are clearly higher than the values of the second half.
 
-    The function uses Wilcoxon's rank-sum test with ties. If a series falls within its first few steps, these steps have both
-    high and low values. The test detects such a fall. :class:`SeriesTrend` may miss it, because it treats this spread as
-    noise.
+    The function uses Wilcoxon's rank-sum test with ties. The test also detects a fall during the first few steps.
+    :class:`SeriesTrend` may miss such a fall, because it treats the spread of the values in these steps as noise.
     """
     values = finite(series)[1]
     first, later = values[:AT_LEAST], values[len(values) // 2 :]

@@ -26,7 +26,7 @@ _TIMEOUT_S = 60.0
 class Judge:
     """Asks a model for a grade, which is the last number of its response.
 
-    A maximum or a scale is ignored: the grade is 8 in "8/10" and in "8 on a scale of 0-10".
+    A maximum or a scale in the response is ignored: the grade is 8 in "8/10" and in "8 on a scale of 0-10".
 
     Args:
         url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.

@@ -64,7 +64,8 @@ class RewardRunner:
             within ``timeout_s``.
         memory_gb: memory limit of each worker process of a reward file in GiB (``RLIMIT_DATA``); None: unlimited.
         parts: weights of the parts, for a function that returns a reward in several parts. Pass the same object to all
-            runners of one function. None: the weight of each part is 1.
+            runners of one function, because the object checks that all records have the same parts. None: the weight of each
+            part is 1.
 
     Raises:
         UsageError: neither or both of ``reward_fn`` and ``path`` are set, or a value is out of range.
@@ -171,7 +172,6 @@ class RewardRunner:
         return batch
 
     def _step(self, batch: _RewardBatch) -> None:
-        """Assign records to idle workers, handle messages, and enforce deadlines."""
         for slot in self._pool.slots:
             if slot.idle and (chunk := batch.take(slot, len(self._pool.slots))):
                 slot.waiting, slot.last_activity = chunk, time.monotonic()
@@ -184,7 +184,6 @@ class RewardRunner:
         self._expire(batch)
 
     def _receive(self, batch: _RewardBatch, timeout_s: float) -> bool:
-        """Handle the messages that arrive within ``timeout_s``. Returns whether any message arrived."""
         received = False
         for slot, message in self._pool.receive(timeout_s):
             received = True
@@ -216,7 +215,6 @@ class RewardRunner:
             )
 
     def _time_to_deadline(self) -> float:
-        """Return the seconds until the earliest deadline of the workers, at most ``_MAX_WAIT_S``."""
         now = time.monotonic()
         deadlines = [self._deadline(slot) for slot in self._pool.slots if not slot.idle]
         return min(max(min(deadlines, default=now) - now, 0.0), _MAX_WAIT_S)
@@ -242,7 +240,11 @@ class RewardRunner:
         raise RewardError(f"reward function {self.name} cannot be imported: {reason}")
 
     def _handle_loss(self, batch: _RewardBatch, slot: WorkerSlot, reason: str, late: bool = False) -> None:
-        """Replace a worker that hangs or died. Its running records fail or are retried. Its waiting records are requeued."""
+        """Replace a worker that hangs or died, and requeue its waiting records.
+
+        If the worker was running several records, all of them are retried. A single record fails if it exceeded its deadline
+        (``late``) or has no retry left; otherwise, it is retried.
+        """
         if not slot.ready:
             self._fail_import(slot, reason)
         self._pool.replace(slot.position)

@@ -104,7 +104,6 @@ def _supervise(worker: int, lifeline: int) -> NoReturn:
 
 
 def _reap(worker: int) -> int | None:
-    """Reap children that have exited. Returns the worker's status if the worker has exited."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -44,8 +44,8 @@ class WorkerProcess:
     Args:
         module: module whose ``main(settings)`` runs in the process. ``main`` must first call
             :func:`areno.rewards.supervisor.supervised`, which starts the supervisor.
-        settings: argument of ``main``, which must be convertible to JSON. The keys ``connection`` and ``lifeline`` are added:
-            the arguments of ``supervised``.
+        settings: argument of ``main``, which must be convertible to JSON. This class adds the keys ``connection`` and
+            ``lifeline``, whose values ``main`` must pass to ``supervised``.
         limit: maximum message size in bytes.
     """
 
@@ -162,7 +162,7 @@ class RewardThread:
         self._thread.join(timeout_s)
 
     def kill(self) -> None:
-        """Close the connection. Python cannot kill a thread, so the function may still run."""
+        """Close the connection, and let the thread end. If the reward function is running, it continues until it returns."""
         self.request_exit()
         self.frames.close()
 

@@ -63,7 +63,7 @@ class BatchDispatcher:
         max_rejections_in_a_row: the same for consecutive failed or rejected episodes; None: max(128, 16 * batch size).
         stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
         stall_timeout_s: seconds without progress after which a waiting method raises an error.
-        check_trajectory_format: check the keys, shapes and numbers of every trajectory.
+        check_trajectory_format: check the keys, shapes and values of every trajectory.
         listener: function that is called at every status change of an episode, from any thread.
         stops_on: types of errors that end the run at once if an episode raises them.
         on_wait: called repeatedly while a method waits. An error in ``on_wait`` ends the wait and is raised; episodes continue.
@@ -177,10 +177,11 @@ class BatchDispatcher:
 
     def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:
         """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
-        Seeds are derived from task ids, which count all rows of the dispatcher. With ``repeats``, a task id is instead the
-        index in ``rows``, so that a later call with the same rows uses the same seeds.
-        Raises UsageError if rows from :meth:`prepare_batch` or :meth:`load_state` are still waiting in the queue, or if
-        :meth:`load_state` restored trajectories and :meth:`prepare_batch` has not been called since."""
+        Seeds are derived from task ids. The dispatcher numbers all its rows consecutively, and the number of a row is its task
+        id. With ``repeats``, a task id is instead the index in ``rows``, so that a later call with the same rows uses the same
+        seeds.
+        Raises UsageError if rows from :meth:`prepare_batch` or :meth:`load_state` are still waiting in the queue. Also raises
+        UsageError between a :meth:`load_state` that restored trajectories and the next :meth:`prepare_batch`."""
         with self._changed:
             if self._pending or any(task.plan is None for task in self._finished):
                 raise UsageError(
@@ -434,8 +435,8 @@ class BatchDispatcher:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def _wait(self, name: str, ready: Callable[[], Result | None], more: Callable[[], bool]) -> Result:
-        """Call ``more`` and ``ready`` in turn, until ``ready`` returns a result. ``more`` may read data rows into the queue. It
-        returns whether the data may contain more rows."""
+        """Call ``more`` and ``ready`` in turn, until ``ready`` returns a result. ``more`` reads data rows for further episodes
+        if there are too few, and returns whether the data may contain more rows."""
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:

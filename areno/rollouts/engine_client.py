@@ -177,7 +177,7 @@ class EngineClient:
 
         Raises:
             DataError: the prompt leaves no room for an answer.
-            EngineError: generation timed out, failed or was aborted in all attempts.
+            EngineError: no attempt succeeded: each attempt timed out, failed or was aborted.
         """
         return (await self.agenerate_group(request, 1))[0]
 

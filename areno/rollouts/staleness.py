@@ -7,15 +7,15 @@ number of further episodes that may start (:class:`RolloutStat` explains the cou
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
                     - (accepted + claimed + running) )
 
-A claimed episode was rejected or became stale, and is not replaced: a dynamic batch counts the episode towards its size (see
-:class:`StalenessManager`).
+If an episode is rejected or becomes stale, another episode usually replaces it. The episode is not replaced, but counts as
+claimed, if a dynamic batch counts it towards its size (see :class:`StalenessManager`).
 
 The formula limits the staleness. Let eta be ``max_head_offpolicyness``, and let B be ``max(1, consumer_batch_size)``, which is
 the number of episodes in a batch. Each batch increases the weight version by 1. An episode can start at version ``v`` only if
-the capacity is positive. In this case, fewer than ``(eta + v + 1) * B`` earlier episodes are running, accepted or claimed.
-Other earlier episodes do not count towards the size of a batch. Assume that batches used episodes in the order in which the
-episodes started. Then at most ``eta + v`` batches would come before the batch with the new episode. The new episode would
-therefore be used at version ``eta + v`` or earlier.
+the capacity is positive. In this case, fewer than ``(eta + v + 1) * B`` earlier episodes are running, accepted or claimed. All
+other earlier episodes, for example cancelled or replaced episodes, do not count towards the size of a batch. Assume that
+batches used episodes in the order in which the episodes started. Then at most ``eta + v`` batches would come before the batch
+with the new episode. The new episode would therefore be used at version ``eta + v`` or earlier.
 
 But a batch does not wait for a long episode. Shorter episodes overtake the long episode, which is then used later. If the
 dispatcher has a ``max_staleness``, the dispatcher therefore checks each trajectory with :func:`too_old`.
@@ -117,7 +117,8 @@ class StalenessManager:
 
         Args:
             stale: count the episode as stale.
-            claimed: count the episode as claimed (see :class:`RolloutStat`), so that no other episode may start in its place.
+            claimed: count the episode as claimed, so that no other episode may start in its place. A claimed episode counts
+                towards the size of a dynamic batch.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
@@ -131,7 +132,7 @@ class StalenessManager:
         Args:
             version: current weight version.
             unused: number of accepted episodes that no batch has used.
-            claimed: number of claimed episodes (see :class:`RolloutStat`) that no batch has counted.
+            claimed: number of claimed episodes (see :class:`RolloutStat`) that no batch has counted towards its size.
         """
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)

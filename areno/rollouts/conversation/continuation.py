@@ -120,7 +120,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
 
 
 def tokens_after(tokenizer: Any, anchor: str, text: str) -> list[int]:
-    """Tokenize ``text`` as the continuation of ``anchor``. Some tokenizers encode text differently at the start of a string."""
+    """Return the tokens of ``text`` after ``anchor``. Some tokenizers encode text differently at the start of a string."""
     if not text:
         return []
     head, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
@@ -136,10 +136,9 @@ def _shows(rendered: str, text: Any) -> bool:
 def _after_answer(
     tokenizer: Any, past: Turn, history: list[dict[str, Any]], render: Render, before: str, after: str
 ) -> tuple[str, str]:
-    """Return the text that follows the sampled tokens of ``past``, and the ``anchor`` with which to tokenize this text.
+    """Return the text that follows the sampled tokens of ``past``, and the ``anchor`` of :func:`tokens_after` for this text.
 
     ``before`` is the rendered ``history``, which ends with the answer of ``past``. ``after`` also has the new messages.
-    ``anchor`` is an argument of :func:`tokens_after`.
     """
     if past.by_token and past.tokens:
         return _after_stop_token(tokenizer.decode(past.tokens[-1:], skip_special_tokens=False), past, before, after)
@@ -153,10 +152,10 @@ def _after_answer(
 
 
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
-    """Return the result of :func:`_after_answer` for an answer that ended at a stop token.
+    """Return the result of :func:`_after_answer` for an answer that ended at the stop token ``end``.
 
-    The text that the template renders must contain the stop token. Usually, the stop token ends the turn. In formats without
-    an end token, the stop token starts the next turn.
+    In ``after``, the stop token usually ends the answer. In formats without an end token, the stop token starts the next turn.
+    Raises :class:`Forked` if it does neither.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

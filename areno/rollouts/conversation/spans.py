@@ -37,8 +37,7 @@ Role = Literal["system", "user", "assistant", "tool", "template", "text", "call"
 """Sampled tokens have the role ``text`` or ``call``, and prompt tokens have the other roles.
 
 ``assistant`` marks the prompt tokens of an assistant message, such as an earlier answer. ``template`` marks prompt tokens
-outside of message contents. It also marks messages that an earlier training row contains, so that they are not trained on
-again.
+that must not be trained on: tokens outside of message contents, and messages that an earlier training row contains.
 """
 
 _RENAMED: dict[str, Role] = {"developer": "system", "function": "tool"}
@@ -120,7 +119,7 @@ def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any, seen: Conta
 
 
 def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list[Role]:
-    """Return the role of each new prompt token of a turn.
+    """Return the role of each token in ``turn.context_tokens``.
 
     ``seen`` contains the ``Turn.keys`` of the messages in earlier training rows. If the key of a message is in ``seen``, its
     tokens have the role ``template``, so that they are not trained on again.
@@ -146,10 +145,6 @@ def context_roles(turn: Turn, tokenizer: Any, seen: Container[int] = ()) -> list
 
 
 def _role_at(start: int, stop: int, spans: Sequence[tuple[int, int, Role]]) -> Role:
-    """Return the role of the message whose content contains the text from ``start`` to ``stop``.
-
-    If there is no such message, as for markup of the chat template, return ``template``.
-    """
     for begin, end, role in spans:
         if begin <= start and stop <= end and start < stop:
             return role

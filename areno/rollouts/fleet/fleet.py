@@ -49,7 +49,7 @@ _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Size and supervision of a fleet. See also :class:`ReplicaJob`."""
+    """Settings of a :class:`RolloutFleet`. See also :class:`ReplicaJob`."""
 
     replicas: int = 1  # engines of ``tp_size`` ranks each
     tp_size: int = 1
@@ -246,11 +246,11 @@ class RolloutFleet:
     def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
         """Change the number of replicas, and wait until the change is complete. To reduce the number, the last replicas are
         removed after they have answered their requests. ``addresses`` lists further servers that join the fleet. A new
-        replica gets the newest weights before its first request.
+        replica gets the newest weights before its first request. After an error, the number of replicas is unchanged.
 
         Raises:
             UsageError: the resources do not suffice for ``replicas`` replicas, or a server cannot be joined.
-            EngineError, WorkerCreationError: a new replica could not be started. The number of replicas is then unchanged.
+            EngineError, WorkerCreationError: a new replica could not be started.
         """
         with self._resizing:
             if addresses:
@@ -271,8 +271,8 @@ class RolloutFleet:
     def _with(self, addresses: Sequence[str]) -> ServerOptions:
         """Return the server options with ``addresses`` added.
 
-        Raises UsageError if the run has no servers with addresses, if an address is invalid or repeated, or if a server is on
-        another machine than the trainer and there is no shared folder for weights.
+        Raises UsageError if areno started the servers of this run, or the run has no servers. Also raises UsageError for an
+        address that is invalid or repeated, and for a server on another machine if there is no shared folder for weights.
         """
         server = self._server
         if server is None or not server.addresses:

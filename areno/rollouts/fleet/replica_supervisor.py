@@ -39,7 +39,7 @@ class WorkerFailedError(ArenoError):
 
 
 class Workers(Protocol):
-    """The processes of a replica. If one process fails, the others must be stopped."""
+    """The processes of a replica. If one process fails, an implementation must stop the others."""
 
     @property
     def failed(self) -> bool:
@@ -253,7 +253,6 @@ class ReplicaSupervisor:
         return None
 
     def _lost(self, slot: _Slot, error: EngineError) -> None:
-        """Handle the failure of a replica that was ready."""
         with self._changed:
             if slot.state != "ready" or slot.replica is None:
                 return

@@ -92,10 +92,10 @@ class ServerWeightTransfer:
         return {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
-        """Compare each server's log-probs of test tokens with the trainer's.
+        """Compute the mean absolute difference between each server's log-probs of test tokens and the trainer's, in nats.
 
-        Return the mean absolute difference in nats, the largest of all running servers; None if no server is running. Raises
-        EngineError if this difference is too large.
+        Return the largest result of all running servers; None if no server is running. Raises EngineError if the largest
+        result exceeds a limit.
         """
         probes = {}
         for number, replica in replicas.items():

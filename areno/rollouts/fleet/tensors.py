@@ -126,8 +126,7 @@ def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def _base_name(name: str) -> str:
-    """Return the name that a layer's tensor ``name`` gets when an adapter wraps the layer, such as ``q.base_layer.weight`` for
-    ``q.weight``."""
+    """Return the name of a tensor after an adapter has wrapped its layer: ``q.base_layer.weight`` for ``q.weight``."""
     layer, _, last = name.rpartition(".")
     return f"{layer}.base_layer.{last}"
 

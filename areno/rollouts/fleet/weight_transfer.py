@@ -64,8 +64,9 @@ def refuse_unknown(mode: str) -> None:
 class UpdateReport:
     """Result of a weight update.
 
-    ``nbytes`` is the number of bytes transferred, and ``seconds`` is the duration. ``pauses_s`` has the seconds for which each
-    replica paused generation; for an inference server, the seconds that the server took to receive and load the weights.
+    ``nbytes`` is the number of bytes transferred, and ``seconds`` is the duration. ``pauses_s`` has a time in seconds for
+    each replica. For an inference server, this is the time to receive and load the weights. For any other replica, it is the
+    time for which generation paused.
 
     ``logprob_gap`` is the mean absolute difference, in nats, between the trainer's and a server's log-probs of test tokens. The
     largest difference of all servers is reported; None if log-probs were not compared.

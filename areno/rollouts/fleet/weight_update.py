@@ -82,8 +82,9 @@ def send(engine: Engine, update: Update) -> str:
     """Send the weights of the trainer as ``update`` specifies. All ranks of the trainer must call this function.
 
     If ``update.segment`` is set, rank 0 writes the weights to the shared memory with this name. Otherwise, if ``update.kept``
-    is set, rank 0 keeps a copy of the weights for replicas that start later. In either case, if ``update.channel`` is set, rank
-    0 broadcasts the weights to the process group with this name. Returns an empty string, or the error of a failed broadcast.
+    is set, rank 0 keeps a copy of the weights for replicas that start later. Independently of both fields, if
+    ``update.channel`` is set, rank 0 broadcasts the weights to the process group with this name. Returns an empty string, or
+    the error of a failed broadcast.
     """
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
@@ -307,16 +308,15 @@ class DialledStore:
         return dist.TCPStore(self.host, self.port, size, False, patience)
 
     def open(self, name: str) -> None:
-        """Do nothing. A new process group is not announced, because its members connect to the TCP store directly."""
+        """Do nothing, because members can join a process group without an announcement."""
 
     def come(self, name: str, member: int) -> None:
-        """Do nothing. Members are not registered, because they connect to the TCP store directly."""
+        """Do nothing, because members are not counted (see :meth:`members`)."""
 
     def members(self, name: str) -> int:
-        """Return a number that is larger than the size of any process group. The actual number of members is unknown.
+        """Return a number above the size of any process group, so that callers do not wait for more members.
 
-        A caller that waits until all members have joined therefore continues at once. The members wait for each other later,
-        when they form the process group.
+        The actual number of members is unknown. The members wait for each other later, when they form the process group.
         """
         return 2**31
 

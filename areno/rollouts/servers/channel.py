@@ -137,8 +137,8 @@ class ServerChannel:
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
         """Let the trainer and all servers form a process group. Return the group's name, or an empty string on failure.
 
-        If the group could not be formed, later updates use folders instead of broadcasts. But if a server has failed, this may
-        be the cause, so the next update tries to form the group again.
+        If the group could not be formed although no server has failed, later updates use folders instead of broadcasts. If a
+        server has failed, the next update tries to form the group again, because the failed server may have been the cause.
         """
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:

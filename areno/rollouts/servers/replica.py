@@ -148,7 +148,10 @@ class ServerReplica:
             self._begin(self._abort(entry))
 
     async def _abort(self, entry: _Open) -> None:
-        """Abort a request. The abort is repeated, because the server may start a queued sample after an abort."""
+        """Abort a request.
+
+        The abort is repeated until the request ends, because an abort may miss samples that are still in the server's queue.
+        """
         while not entry.future.done():
             with suppress(EngineError):  # an unreachable server no longer processes the request
                 await self.calls.abort(self._http, entry.rids)
