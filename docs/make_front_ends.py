@@ -12,7 +12,6 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("front-ends.md")
 ALWAYS = "always"
-"""Shown for a feature that needs no setting."""
 
 _HEAD = """\
 # Options and settings side by side

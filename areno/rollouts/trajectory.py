@@ -1,7 +1,7 @@
 """Trajectories, which are the results of episodes, and their conversion to training rows.
 
-A trajectory is a dictionary of tensors with n rows of L tokens. A sample with several turns may have several rows. The values
-of these keys have the shape ``[n, L]``:
+A trajectory is a dictionary of tensors with n rows of L tokens. An episode with several turns may have several rows. The
+values of these keys have the shape ``[n, L]``:
 
 - ``input_ids``: int64.
 - ``loss_mask``: 1 for tokens to train on; 0 for other tokens.
@@ -103,7 +103,6 @@ def _longer(values: Tensor, length: int, padding: int) -> Tensor:
 
 
 def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """If some trajectories have routing records, add empty records to the trajectories without records."""
     like = next((trajectory[_ROUTED] for trajectory in trajectories if _ROUTED in trajectory), None)
     if like is None:
         return trajectories

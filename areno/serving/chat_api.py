@@ -86,10 +86,7 @@ def _check(body: ChatRequest) -> None:
 
 
 def _format_param(body: ChatRequest) -> str:
-    """Return the name of the field that is reported as invalid.
-
-    This is ``response_format`` if the request sets this field and allows no tool calls, and otherwise ``tools``.
-    """
+    """Return the name of the field that is reported as invalid."""
     return "response_format" if _tool_choice(body) == "none" and body.response_format is not None else "tools"
 
 
@@ -98,7 +95,6 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
-    """Return the tool choice in the form that parsers expect. Without tools, the choice is ``none``."""
     choice = (body.tool_choice or "auto") if body.tools else "none"
     return choice.model_dump() if isinstance(choice, NamedTool) else choice
 
@@ -216,7 +212,7 @@ class ChatResponse(SampledResponse):
         return sample.text.stop_string if sample.finish == "stop" else None
 
     def without_tokens(self) -> list[dict[str, Any]]:
-        """Return the chunks if the prompt fills the context: empty messages with the finish reason ``length``."""
+        """Return the chunks for a prompt that fills the context: empty messages with the finish reason ``length``."""
         for message in self._messages:
             message.sample.finish = "length"
             self._record(message)

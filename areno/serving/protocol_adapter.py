@@ -58,7 +58,7 @@ class ProtocolAdapter(ABC):
         return {"type": "error", **error.body}
 
     def opening(self) -> list[Event]:
-        """Return the events before the first token."""
+        """Return the events that begin a streamed response, before any token."""
         return list(self._begin())
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[Event]:

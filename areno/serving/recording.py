@@ -20,7 +20,7 @@ Render = Callable[[list[dict[str, Any]], bool], RenderedPrompt]
 """Renders messages with the request's tools and template variables. The second argument is ``add_generation_prompt``."""
 
 KEY_PREFIX = "/samples/"
-"""The prefix of paths that contain an API key."""
+"""Programs that accept only a base URL send the API key in the path: ``/samples/KEY/v1/...``."""
 
 Piece = ContentDelta | ReasoningDelta | ToolCallDelta
 
@@ -69,8 +69,10 @@ class SessionRecorder(Protocol):
     session: SessionHandle  # tracing session of the requests
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
-        """Open a turn, in a worker thread (see :meth:`Service.prepare`). Raises UsageError if the template rejects the
-        messages."""
+        """Open a turn. Called in a worker thread (see :meth:`Service.prepare`).
+
+        Raises UsageError if the template rejects the messages.
+        """
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
         """Set the reward of a response, by default the latest response. Raises ValueError if the response does not exist."""

@@ -24,7 +24,7 @@ _MIN_TOP_P = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """The engine requests of one HTTP request."""
+    """One HTTP request, converted to engine requests."""
 
     body: GenerationBody
     engine: Backend

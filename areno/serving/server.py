@@ -1,5 +1,7 @@
-"""Runs the application in a background thread or in the main thread. If a server runs in the main thread, a signal
-shuts it down gracefully."""
+"""Runs the FastAPI application of :mod:`areno.serving.app` in a background thread or in the main thread.
+
+If a server runs in the main thread, a signal shuts it down gracefully.
+"""
 
 from __future__ import annotations
 

@@ -225,8 +225,10 @@ class Service:
         return generation
 
     def api_error(self, error: EngineError) -> ApiError:
-        """Return the response to a request that failed with ``error``. If the whole engine has failed, later requests are
-        rejected."""
+        """Return the response to a request that failed with ``error``.
+
+        If the whole engine has failed, set :attr:`failure`, so that later requests are rejected.
+        """
         if isinstance(error, GrammarError):
             return ApiError(400, f"{error}; simplify the schema", code="grammar_failed")
         if self._model is not None and self._model.engine.failed:
@@ -292,8 +294,7 @@ def reduced_gc() -> Iterator[None]:
 def _freeze_heap() -> None:
     """Exclude all current objects from garbage collection. Only the first call has an effect.
 
-    A second call would also exclude the objects that were created after the first call. Reference cycles of these objects would
-    then never be freed.
+    If each call excluded the current objects, reference cycles that were created between two calls would never be freed.
     """
     gc.collect()
     gc.freeze()

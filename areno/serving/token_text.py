@@ -21,7 +21,7 @@ class StopStringFilter:
         self.matched: str | None = None  # the first stop string, once it has occurred
 
     def push(self, piece: str) -> str:
-        """Add text, and return the text that cannot be part of a stop string."""
+        """Append ``piece`` to the held-back text, and return the part that cannot belong to a stop string."""
         if not self._stop:
             return piece
         if self.matched is not None:

@@ -109,13 +109,13 @@ class CheckpointFolder:
         Newer, damaged checkpoints are renamed to ``.damaged-...``.
 
         Args:
-            step: if set, only checkpoints after exactly this number of completed steps are considered.
+            step: if set, only checkpoints with exactly this number of completed steps are considered.
             check: function that raises ``DamagedCheckpointError`` for an unusable checkpoint. The default function checks the
                 state and the manifest.
 
         Raises:
-            CheckpointError: all considered checkpoints are damaged, or a checkpoint cannot be read because of an I/O error or a
-                different format.
+            CheckpointError: all considered checkpoints are damaged, or a checkpoint cannot be read because of an I/O error or
+                an unsupported format.
         """
         damaged: list[tuple[Path, str]] = []
         for path_step, path in self._newest_first():
@@ -153,8 +153,9 @@ class CheckpointFolder:
     def _newest_first(self) -> list[tuple[int, Path]]:
         """Return steps and folders of all checkpoints, also of incomplete checkpoints, newest first.
 
-        If ``best`` and another checkpoint have the same step, ``best`` comes directly after this checkpoint. The step of a
-        damaged ``best`` is unknown. If there are other checkpoints, a damaged ``best`` is therefore renamed to
+        If ``best`` and another checkpoint have the same step, ``best`` comes directly after this checkpoint.
+
+        A damaged ``best`` cannot be sorted, because its step is unknown. If there are other checkpoints, it is renamed to
         ``.damaged-best`` and not returned. Otherwise, it is returned with step 0.
         """
         if not self.root.is_dir():
@@ -171,7 +172,6 @@ class CheckpointFolder:
         return sorted(folders, key=lambda pair: (pair[0], pair[1] != self.best), reverse=True)
 
     def _set_aside(self, path: Path, prefix: str) -> Path:
-        """Rename a checkpoint to an unused name that starts with ``prefix``, and return the new path."""
         names = (f"{prefix}{path.name}{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
         target = next(target for target in map(self.root.joinpath, names) if not target.exists())
         os.replace(path, target)
@@ -189,7 +189,7 @@ class CheckpointFolder:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def prune(self) -> None:
-        """Delete all checkpoints except the newest ``keep``.
+        """Delete the oldest ``step_...`` checkpoints if there are more than ``self.keep``.
 
         After a failed update, the newest checkpoint from before this update is kept too. ``sound_until`` is the number of steps
         that were completed before the failed update.

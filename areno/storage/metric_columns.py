@@ -18,7 +18,10 @@ from areno.storage.files import Opener, open_file
 from areno.storage.json_lines import NON_FINITE, as_float, records
 
 _PROBE = 4096
-"""Number of bytes of a line that are compared to detect whether the file was replaced. They include the step and the time."""
+"""How many bytes of the last line read so far are compared with the file, to detect that the file was replaced.
+
+The first bytes of a line suffice, because they include the step and the time.
+"""
 
 
 @dataclass(slots=True)
@@ -72,7 +75,10 @@ class MetricColumns:
         return self.times.steps[-1] if self.times.steps else -1
 
     def update(self) -> None:
-        """Read the complete lines that were added. If a resumed run has replaced the file, read all lines again."""
+        """Read the complete lines that were appended since the last update.
+
+        If a resumed run has replaced the file, read all lines again.
+        """
         if not self.path.exists():
             self._restart()
             return

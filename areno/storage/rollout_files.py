@@ -39,7 +39,10 @@ class RolloutFiles:
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
     def write(self, step: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Save the arrays of a step, and delete the files of old steps. Raises ArenoError on failure."""
+        """Save the arrays of a step, and delete the oldest files if there are more than ``self.keep``.
+
+        Raises ArenoError on failure.
+        """
         path = self.path(step)
         try:
             self.folder.mkdir(exist_ok=True)

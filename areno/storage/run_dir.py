@@ -115,10 +115,9 @@ class RunDirectory:
 
         Also delete the saved rollouts of these steps. Return the number of deleted lines.
 
-        Steps are numbered from 0. An evaluation in ``eval_samples.jsonl`` is recorded under the number of completed steps, so
-        the evaluation after step 0 is recorded under 1. Therefore, the lines up to ``step + 1`` are kept in this file.
-        Exception: if ``step`` is -1, all lines of this file are deleted, because the run repeats the evaluation before the
-        first step.
+        Steps are numbered from 0. In ``eval_samples.jsonl``, an evaluation has the number of completed steps instead. The
+        evaluation after ``step`` has the number ``step + 1``, and is kept. Exception: if ``step`` is -1, all lines of this file
+        are deleted, because the run repeats the evaluation before the first step.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):
@@ -159,7 +158,7 @@ class RunDirectory:
         return read_entries(self.samples_path, self.open)
 
     def read_sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
-        """Return the record of an index entry. Without ``tokens``, the key ``rows`` may be missing from the record.
+        """Return the record of an index entry. If ``tokens`` is False, the record may lack ``rows``, which contains the tokens.
 
         Raises ArenoError if the record cannot be read.
         """

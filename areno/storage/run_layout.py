@@ -94,7 +94,7 @@ def newest_model(source: str | Path, option: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedModels:
-    """The numbers of steps that a run had completed when it saved its checkpoints and models."""
+    """The saved checkpoints and models of a run. Each is represented by the number of steps completed before the save."""
 
     checkpoints: list[int]
     best: int | None  # completed steps of the best checkpoint; None if there is no best checkpoint

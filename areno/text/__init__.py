@@ -4,10 +4,10 @@
 - ``messages``: converts messages for chat templates
 - ``markers``: detects chat template markers in prompts
 - ``data_rows``: converts dataset rows in common formats
-- ``hub``: checks whether a model is available
+- ``hub``: checks whether a model is available locally or on the Hugging Face Hub
 - ``detok``: converts tokens to text incrementally
 - ``stop``: detects stop strings
-- ``growing``: finds markers in text that grows
+- ``growing``: searches streamed text in linear time
 - ``reasoning``: separates reasoning from content
 - ``tool_calls``: parses tool calls
 - ``grammar``: constrains responses (structured output)

@@ -58,8 +58,8 @@ class Grammar:
 class OptionalReasoning:
     """A constraint for responses that may begin with reasoning.
 
-    If the first token of a response is ``opener``, the token that starts reasoning, the constraint ``reasoned`` applies to the
-    response. Otherwise, ``direct`` applies.
+    ``opener`` is the token that starts reasoning. If a response begins with this token, the constraint ``reasoned`` applies.
+    Otherwise, ``direct`` applies.
     """
 
     direct: ConstraintFactory
@@ -100,7 +100,7 @@ def tool_call_constraint(
     parallel: bool = True,
     **options: Unpack[ConstraintOptions],
 ) -> ConstraintFactory:
-    """Constrain responses to tool calls in the format of ``parser``, without other text.
+    """Constrain responses, so that they consist only of tool calls in the format of ``parser``.
 
     Parameter schemas are enforced as far as possible. For a tool with ``"strict": true``, a schema that cannot be enforced
     completely is an error.
@@ -351,7 +351,7 @@ def _llguidance() -> Any:
 
 
 def _checked_schema(schema: Any, what: str, strictness: Mapping[str, bool]) -> str:
-    """Validate a JSON schema, and return it as JSON text, with llguidance's options for white space and strictness."""
+    """Validate a JSON schema, add llguidance's options for white space and strictness, and return the JSON text."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):

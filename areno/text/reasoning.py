@@ -49,7 +49,10 @@ class ReasoningParser:
         return (self.opener, self.closer) if self.opener else ()
 
     def after_prompt(self, prompt: str) -> ReasoningParser:
-        """Return a copy of this parser for the response to a rendered prompt, which may end with the opening marker."""
+        """Return a copy of this parser for the response to a rendered prompt.
+
+        If the prompt ends with ``opener``, the response starts inside the reasoning.
+        """
         inside = bool(self.opener) and prompt.rstrip().endswith(self.opener)
         return dataclasses.replace(self, starts_inside=inside)
 

@@ -143,7 +143,7 @@ class TrainingLoop(ABC):
         return None
 
     def part_states(self) -> dict[str, Any]:
-        """Return additional state for checkpoints, as JSON values."""
+        """Return the trainer's own state for checkpoints, such as the position in the data, as JSON values."""
         return {}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:  # noqa: B027  (most have nothing more)
@@ -164,7 +164,7 @@ class TrainingLoop(ABC):
         """Release resources. Called once at the end, even after an error."""
 
     def keep_rollouts(self, steps: str | None) -> None:
-        """Save the rows of each following step, and delete the oldest saved rows, so that those of ``steps`` steps remain.
+        """Save the rows of each following step, and keep only the rows of the newest ``steps`` steps.
 
         ``steps`` is a number or ``all``. A trainer saves no rows until this method is called. If ``steps`` is None, the call
         has no effect.
@@ -180,7 +180,7 @@ class TrainingLoop(ABC):
     def token_records(self) -> dict[int, TokenRecord]:
         """Return the token records of the last update, and clear them. Returns {} if there are no records.
 
-        The record of a training row ``row`` has the key ``row.observed``.
+        The key of a record is :attr:`TrainSequence.observed` of its row.
         """
         return getattr(self.backend, "take_token_records", dict)()
 
@@ -276,7 +276,6 @@ class TrainingLoop(ABC):
         self._updating = False
 
     def _evaluate_if_due(self, at: StepInfo) -> dict[str, float]:
-        """Evaluate if an evaluation is due. Return the metrics for the step's record; {} if there are none."""
         if self.eval_rows is None:
             return {}
         self.state.evaluation_due |= self.evaluation.check(at)

@@ -26,9 +26,10 @@ class RecordedStep:
     """A recorded step that is to be replayed: its rows, and the checkpoint from which the replay starts.
 
     Attributes:
+        step: number of the recorded step, from 0.
         complete: whether all rows of the step were recorded.
         checkpoint: path of the checkpoint from which the replay starts; None for the initial model.
-        start: number of completed steps in the checkpoint. If the number is equal to ``step``, the replay starts from the
+        start: number of completed steps in the checkpoint. If ``start`` is equal to ``step``, the replay starts from the
             same weights as the recorded step. Otherwise, it starts from older weights.
         reshapes: whether advantages are recomputed from the rewards. By default, the recorded advantages are used.
     """
@@ -82,7 +83,7 @@ class RecordedStep:
     def described(self, base: str) -> list[str]:
         """Return lines that describe the recorded rows, the checkpoint with the starting weights, and the advantages.
 
-        ``base`` is the path of the initial model.
+        ``base`` is the path of the initial model. If ``checkpoint`` is None, the replay starts from this model.
         """
         kind = (
             "all rows of the step"

@@ -111,11 +111,11 @@ class Saver:
                 self._writer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of the save schedules, by role, for a checkpoint."""
+        """Return the state of each role's save schedule, for a checkpoint."""
         return {role: control.state_dict() for role, control in self._controls.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the save schedules that are in ``state``. The save schedules of other roles are unchanged."""
+        """Restore the save schedules in ``state``. The save schedule of a role that is not in ``state`` is unchanged."""
         for role, control in self._controls.items():
             if role in state:
                 control.load_state_dict(state[role])

@@ -74,7 +74,7 @@ class RewardParts:
     def problem(self, reward: float) -> str | None:
         """Return an error message for a reward; None if the reward is valid.
 
-        A valid reward is finite. It contains each part that has a weight, and each part that any earlier reward contained.
+        A valid reward is finite. Its parts include all parts that have a weight, and all parts of earlier rewards.
         """
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:

@@ -87,7 +87,6 @@ def _add_file_errors(app: FastAPI) -> None:
 def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
     @app.get("/api/runs")
     def runs() -> DataResponse:
-        """Return the runs that are shown, with one row per run."""
         rows = catalog.rows()
         more = {"outside": catalog.outside, "has_more": catalog.has_more}
         return DataResponse({"folder": catalog.shown, "runs": rows, **more})
@@ -130,15 +129,11 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/explain")
     def explained(name: str) -> DataResponse:
-        """Return the meaning of a metric, its normal values, and what to do about other values.
-
-        There is one entry per command that records the metric.
-        """
+        """Return the meaning of each metric that matches ``name``, its normal values, and what to do about other values."""
         return DataResponse([_explanation(one) for one in explain(name)])
 
     @app.get("/api/runs/{run_id}/timeline")
     def timeline_of(run_id: str, until: float | None = None) -> DataResponse:
-        """Return the sessions, phases and weight versions of a run over time."""
         return DataResponse(timeline(catalog.open(run_id), until))
 
     @app.get("/api/runs/{run_id}/log")

@@ -22,7 +22,7 @@ Parts = dict[str, dict[str, Any]]
 
 
 def sizes_of(run: OpenedRun) -> Parts:
-    """Return values, such as file sizes, by which changes of a run's data are detected; empty if the run was deleted."""
+    """Return the :data:`Parts` of a run, which are mainly file sizes; empty if the run was deleted."""
     files = run.files
     try:
         parts = {
@@ -47,7 +47,7 @@ class Changes:
         self._watches: dict[str, _Watch] = {}
 
     async def events(self, runs: Sequence[OpenedRun]) -> AsyncIterator[str]:
-        """Yield the event ``{"run", "changed": [kinds of data]}`` for each change of ``runs``.
+        """Yield an event for each change of ``runs``, with the run ID as ``run`` and the changed kinds of data as ``changed``.
 
         If ``runs`` is empty, the events are about the list of runs. The first event is empty, and indicates that the stream has
         begun.

@@ -83,7 +83,7 @@ def _cursor(times: Series, count: int, records: int) -> str:
 
 
 def _known(times: Series, cursor: str) -> int:
-    """Return the number of values before a cursor; 0 if the cursor is invalid or the metrics file was rewritten afterwards."""
+    """Return the number of values before a cursor; 0 if the cursor is malformed or from before a rewrite of the file."""
     try:
         count, records = (int(part) for part in cursor.split("/")[:2])
     except ValueError:

@@ -1,8 +1,9 @@
-"""Reads the timeline of an asynchronous run: sessions, phases and weight versions over time.
+"""Reads the timeline of an asynchronous run: rollout sessions, phases and weight versions over time.
 
-Phases are recorded with ``--trace`` or with an experiment's ``perf_tracer``. Sessions are recorded with
-``perf_tracer.session_tracer``. :func:`timeline` returns a time window of the timeline. A binary search finds the window in
-the files, so the rest of a long run is not read.
+A rollout session describes a rollout from its submission to its outcome (see :mod:`areno.observability.session_tracer`).
+Sessions are recorded with ``perf_tracer.session_tracer``. Phases are recorded with ``--trace`` or with an experiment's
+``perf_tracer``. :func:`timeline` returns a time window of the timeline. A binary search finds the window in the files, so the
+rest of a long run is not read.
 """
 
 from bisect import bisect_right

@@ -131,7 +131,7 @@ class Episodes:
         self._loop = EpisodeLoop()
 
     def start(self, number: int, data: dict[str, Any], samples: int) -> Future[list[SampleRows]]:
-        """Generate several samples for a data row. Seeds are derived from the group's ``number``.
+        """Generate a group of samples for a data row. Seeds are derived from ``number``, the number of the group.
 
         The future returns one entry per sample. If generating a sample fails, the future raises the error instead.
         """

@@ -74,7 +74,7 @@ class AsyncReward:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
-        """Return the reward. If the function returned named parts, return their weighted sum as a ``WeightedReward``.
+        """Return the reward. If ``reward_fn`` returns a dictionary of parts, the reward is a :class:`WeightedReward`.
 
         A field of ``data`` is ignored if another argument has the same name.
 

@@ -36,7 +36,7 @@ class BlockBody(ABC):
 
     @abstractmethod
     def items(self, text: str, source: str) -> Sequence[Item]:
-        """Return the calls in this body (at least one). Called after :meth:`read` has found the end of the body.
+        """Return the calls in this body. The result must not be empty. Called after :meth:`read` has found the end of the body.
 
         ``text`` is the message so far. ``source`` is the text of the whole block, with its markers.
         """

@@ -1,4 +1,7 @@
-"""The Hermes tool-call format, which Qwen and MiniCPM extend: JSON with name and arguments in ``<tool_call>`` tags."""
+"""The Hermes tool-call format: JSON with name and arguments in ``<tool_call>`` tags.
+
+The parsers in ``qwen.py`` also accept this format.
+"""
 
 from areno.text.tool_calls.block_scanner import headed_json
 from areno.text.tool_calls.parser import CallShape, ToolCallParser

@@ -33,7 +33,11 @@ class ValueSpan(Protocol):
     at: int
 
     def read(self, source: GrowingText) -> Verdict:
-        """Continue scanning the text, and return whether the value is open, closed or broken."""
+        """Continue scanning the text.
+
+        Return ``closed`` if the end of the value was found, ``broken`` if the text is malformed, and ``open`` if more text is
+        needed.
+        """
 
 
 @dataclass(slots=True)

@@ -159,7 +159,7 @@ class ToolCallParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The opening markers of all ``formats``, and the ``wrappers``.
+        """The opening markers of all ``formats``, and the markers around calls (``wrappers``).
 
         Some of these markers may be special tokens. In this case, decode a message with ``skip_special_tokens=False``.
         Otherwise, the decoded message lacks the markers, and the parser finds no calls.
@@ -308,7 +308,6 @@ class StreamingParser:
             self._calls += 1
 
     def _arguments(self, call: RawCall | Malformed | PlainText) -> str | None:
-        """Return the arguments as JSON text; None if ``call`` is not a valid call of an available tool."""
         function = self.functions.get(call.name) if isinstance(call, RawCall) else None
         if function is None or not isinstance(call, RawCall):
             return None

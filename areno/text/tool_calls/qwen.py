@@ -18,10 +18,10 @@ _SPACE = re.compile(r"\s*")
 
 
 def _tag_or_json(*tags: str) -> CallFormat:
-    """Create a format of ``<tool_call>`` blocks with JSON.
+    """Create the format of ``<tool_call>`` blocks with JSON.
 
-    If a block begins with one of ``tags`` instead of JSON, the scan ends directly before this tag, and the format to which the
-    tag belongs parses the call.
+    If one of ``tags`` follows ``<tool_call>``, then ``<tool_call>`` is only a wrapper (see :class:`ScanResult`), and another
+    format parses the call from this tag on.
     """
     (json_block,) = HERMES.formats
 

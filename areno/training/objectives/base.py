@@ -114,7 +114,7 @@ class Objective:
 
 
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
-    """Return an error message for ``row``, which is the first row of ``source``; empty if the row is valid.
+    """Return an error message if ``row``, the first row of ``source``, is invalid; otherwise, return an empty string.
 
     ``loader`` is the option that sets a dataset loader; the message may suggest this option.
     """

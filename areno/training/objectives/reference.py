@@ -2,7 +2,8 @@
 
 The reference is in memory only during scoring. If its log-probs are cached, the reference is not loaded. If the reference is
 the initial policy, no second model is needed: a policy with an adapter computes the log-probs with the adapter disabled, and
-a policy without an adapter computes the log-probs before its first step. A resumed run without an adapter loads the reference.
+a policy without an adapter computes the log-probs before its first step. After a resume, a policy without an adapter has
+already been trained, so the reference is loaded unless its log-probs are cached.
 
 A cache file's name is a hash of all inputs: the token rows, the loss masks, the files of the reference checkpoint, the
 compute dtype, the quantization, and the seed of random weights. If an input changes, the old file is not read. The files are
