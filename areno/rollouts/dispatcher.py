@@ -177,9 +177,8 @@ class BatchDispatcher:
 
     def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:
         """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
-        Seeds are derived from task ids. The dispatcher numbers all its rows consecutively, and the number of a row is its task
-        id. With ``repeats``, a task id is instead the index in ``rows``, so that a later call with the same rows uses the same
-        seeds.
+        Seeds are derived from task ids, the consecutive numbers of all rows of the dispatcher. With ``repeats``, a task id is
+        instead the index in ``rows``, so that a later call with the same rows uses the same seeds.
         Raises UsageError if rows from :meth:`prepare_batch` or :meth:`load_state` are still waiting in the queue. Also raises
         UsageError between a :meth:`load_state` that restored trajectories and the next :meth:`prepare_batch`."""
         with self._changed:

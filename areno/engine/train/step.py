@@ -148,8 +148,7 @@ class TrainStep:
                 divided as requested, ``accumulation`` is combined with a :class:`MicroBatching`, or ``mini_bs.tree`` is
                 set for a reward model.
             EngineError: the gradient was not finite in ``max_skipped`` consecutive updates. With loss scaling, updates
-                are counted only while the loss scale is at its minimum, because a larger scale alone can make gradients
-                overflow.
+                are counted only while the loss scale is at its minimum: a larger scale can make gradients overflow.
         """
         unit = reduction_of(loss_fn)
         if not rows:
@@ -425,8 +424,7 @@ class TrainStep:
         """Divide rows into microbatches, one for each forward pass.
 
         An integer ``mini_bs`` limits the rows of a microbatch. If the loss declares the unit that it averages over (token,
-        sequence or pair), :func:`most_tokens` also limits the tokens: for such a loss, smaller microbatches give the same
-        result.
+        sequence or pair), :func:`most_tokens` also limits the tokens, because smaller microbatches give the same result.
         """
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
@@ -453,8 +451,8 @@ def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
 def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:
     """Return the number of rows per optimizer step.
 
-    Raise ValueError if ``rows`` or ``mini_bs`` (or its ``granularity``) is odd although the loss is over pairs, or if a
-    :class:`MicroBatching` is combined with ``accumulation``.
+    Raises ValueError if the loss is over pairs and a number of rows is odd, or if ``mini_bs`` is a :class:`MicroBatching`
+    and ``accumulation`` is set.
     """
     block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
     if unit == "pair" and (rows % 2 or block % 2):
