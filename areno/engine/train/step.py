@@ -449,11 +449,8 @@ def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:
-    """Return the number of rows per optimizer step.
-
-    Raises ValueError if the loss is over pairs and a number of rows is odd, or if ``mini_bs`` is a :class:`MicroBatching`
-    and ``accumulation`` is set.
-    """
+    """Return the number of rows per optimizer step. Raises ValueError if the loss is over pairs and a number of rows is odd,
+    or if ``mini_bs`` is a :class:`MicroBatching` and ``accumulation`` is set."""
     block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
     if unit == "pair" and (rows % 2 or block % 2):
         what = "mini_bs" if isinstance(mini_bs, int) else "mb_spec.granularity"
