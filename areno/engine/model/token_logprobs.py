@@ -113,5 +113,4 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _of_all(numbers: Tensor, channel: Channel) -> Tensor:
-    """Gather the tensors ``numbers`` of all ranks, in rank order: [size, *numbers.shape]."""
     return channel.all_gather_tensor(numbers.reshape(-1)).view(channel.size, *numbers.shape)

@@ -54,9 +54,10 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
-    """Return the weight [outputs, C] and the bias [outputs] of a checkpoint's scalar head; None if there is no head.
+    """Return the weight [outputs, hidden size] and the bias [outputs] of the head of a critic or reward model.
 
-    The bias is None if the head has no bias. ``path`` is a folder or a hub id; for a hub id, the weights are downloaded.
+    Return None if the checkpoint has no head. The bias is None if the head has no bias. ``path`` is a
+    folder or a hub id; for a hub id, the weights are downloaded.
     """
     names = [f"{prefix}{name}" for name in HEAD_NAMES for prefix in ("", "model.")]
     for file in _weight_files(path):
@@ -80,7 +81,6 @@ def _weight_files(path: str) -> list[Path]:
 
 
 def _read_tensors(file: Path, names: set[str]) -> dict[str, Tensor]:
-    """Read the tensors ``names`` of a weight file. The result omits names that the file does not contain."""
     if file.suffix == ".bin":
         stored = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         return {name: stored[name].clone() for name in names & stored.keys()}

@@ -1,4 +1,4 @@
-"""Runs an engine on several devices: its processes, their communication, and the division of the model and the rows.
+"""Runs an engine on several devices.
 
 Processes:
 

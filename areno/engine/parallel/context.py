@@ -3,9 +3,9 @@ heads instead (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
 Each rank computes the embeddings, layers and output layer for a contiguous range of tokens. Attention needs all tokens of a
 sequence, so an all-to-all gives each rank all tokens of some heads. The rank computes attention for these heads as a single
-process would. A second all-to-all returns each output to the rank of its token. Attention plans (packing, trees, windows,
-sinks) therefore apply unchanged, and the work is balanced. With c ranks, each all-to-all sends (c - 1) / c of a rank's queries,
-keys, values or outputs.
+process would, so packing, token trees, sliding windows and attention sinks need no special code. All ranks have the same number
+of heads, so attention is the same amount of work on each rank. A second all-to-all returns each output to the rank of its
+token. With c ranks, each all-to-all sends (c - 1) / c of a rank's queries, keys, values or outputs.
 
 In grouped-query attention, key heads are repeated if c does not divide the number of key heads. If c does not divide the number
 of query heads, heads of zeros are added. Using more ranks than heads wastes compute.
@@ -65,7 +65,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum x over the ranks. The gradient of x is the gradient of the sum.
+    """Sum a tensor over the ranks.
 
     All ranks compute the same loss from the sum, so the backward pass needs no communication.
     """
@@ -142,7 +142,10 @@ class ContextPlan:
         return _Exchange.apply(attended, self.channel, False)[:, :heads]  # type: ignore[no-any-return]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
-        """Gather ``hidden`` [n, C] from all ranks, and run a recurrent layer on the result. Return this rank's outputs."""
+        """Run a recurrent layer on the tokens of all ranks, because a recurrent state depends on all earlier tokens.
+
+        ``hidden`` and the result are [tokens of this rank, hidden size].
+        """
         gathered = _AllGather.apply(hidden, self.channel)[: self.whole.tokens]
         return self.own(self.whole.run_recurrent(module, forward, gathered))
 

@@ -1,7 +1,8 @@
 """An engine on several ranks, with the methods of :class:`areno.engine.engine.Engine`.
 
-Every rank receives all rows, and selects its own rows by a deterministic rule, so the ranks need not coordinate. A request goes
-to the least loaded replica. The choice of the replica does not affect the result.
+For scoring and training, every rank receives all rows, and selects its own rows by a deterministic rule, so the ranks need not
+coordinate. A generation request goes only to the least loaded data-parallel replica. The choice of the replica does not affect
+the result.
 """
 
 import functools
@@ -365,7 +366,7 @@ class EngineGroup(Backend):
 
 
 def meeting_place(processes: Processes, folder: Path) -> Rendezvous:
-    """Return the ranks' rendezvous: ``folder`` if all ranks are on this machine, otherwise the launcher's name registry."""
+    """Return the ranks' rendezvous: ``folder`` if all ranks are on this machine, otherwise the registry ``processes.names``."""
     names = processes.names
     if names is None:
         return FolderRendezvous(folder)
@@ -382,8 +383,8 @@ def open_engine(
 ) -> Backend:
     """Load an engine with a given layout.
 
-    A single rank runs in this process. If a cluster launcher starts the ``processes``, or if there are several ranks, each rank
-    runs in a process of its own. For the arguments, see :class:`EngineGroup`.
+    Without a cluster launcher in ``processes``, a single rank runs in this process. In all other cases, each rank runs in a
+    worker process. For the arguments, see :class:`EngineGroup`.
     """
     if layout.world_size == 1 and (processes is None or processes.names is None):
         return Engine(path, config)

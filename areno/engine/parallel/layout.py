@@ -36,13 +36,13 @@ class Layout:
 
     With ``fsdp``, ``dp_size`` x ``cp_size`` ranks shard weights and gradients. Without ``fsdp``, only the optimizer state is
     sharded. Layouts with context or expert parallelism always use FSDP. In an MoE layer, each group of ``ep_size`` ranks
-    divides the experts. Each expert is thus assigned to one rank in each group. All ranks with the same expert shard the
-    expert's weights.
+    divides the experts. Each expert is thus assigned to one rank in each group. The weights of an expert are sharded across
+    all ranks to which the expert is assigned.
 
     The layers are divided into ``pp_size`` x ``pp_chunks`` model chunks. The chunks are assigned to the stages round-robin: of
     two stages with two chunks each, the first stage has the first and the third chunk. The first chunk also
-    has the embedding, and the last chunk also has the output layer, so these two chunks get fewer layers. The two numbers in
-    ``pp_less`` state how many layers need as much work as the embedding and as the output layer.
+    has the embedding, and the last chunk also has the output layer, so these two chunks get fewer layers. ``pp_less`` has the
+    work of the embedding and the work of the output layer, each as the number of layers with the same amount of work.
 
     With ``reshards``, FSDP frees gathered layers between the forward and the backward pass. ``units`` lists the module classes
     that FSDP shards as units. If ``units`` is empty, the units are decoder layers. With ``offloads``, FSDP keeps shards in host
@@ -91,8 +91,8 @@ class Layout:
     def runs_of_layers(self, count: int) -> list[range]:
         """Divide ``count`` layers into model chunks; chunk i belongs to stage i % ``pp_size``.
 
-        The work of the chunks is balanced, and ``pp_less`` counts as additional work of the first and the last chunk. Raises
-        ValueError if there are fewer layers than chunks.
+        The work of the chunks is balanced. The embedding, in the first chunk, counts as ``pp_less[0]`` layers. The output
+        layer, in the last chunk, counts as ``pp_less[1]`` layers. Raises ValueError if there are fewer layers than chunks.
         """
         runs = self.pp_size * self.pp_chunks
         if count < runs:

@@ -122,7 +122,7 @@ class LeadingLoop(LockstepLoop):
             self._numbers.pop(sequence.group, None)
 
     def close(self) -> None:
-        """Stop this loop and the followers' loops."""
+        """Stop the loops of all ranks of the replica."""
         super().close()
         self._turns.broadcast_object(_Message(sampled=self.sampled, last=True))
 

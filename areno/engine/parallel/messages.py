@@ -16,8 +16,8 @@ class Start:
     """The first message to a worker.
 
     Attributes:
-        make: creates the object whose methods the worker runs (see :class:`Call`). Its argument is a function that sends a
-            value to the starting process, as the payload of an :class:`Event`.
+        make: creates the object whose methods the worker runs (see :class:`Call`). The argument of ``make`` is a function that
+            sends a value, as the payload of an :class:`Event`, to the process that started the worker.
         sharing: number of processes that share the CPU cores and adapt their thread counts to the load. If 0, the thread
             count is fixed.
     """

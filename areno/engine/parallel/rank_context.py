@@ -89,7 +89,7 @@ class RankContext:
 
     @property
     def reader(self) -> int:
-        """Index of this rank's part when the ranks of the data and context axes divide the rows of a scoring batch."""
+        """Index of this rank's part of a scoring batch, whose rows are divided among the ranks of the data and context axes."""
         return self.replica * self.layout.cp_size + self.context.rank
 
     @property

@@ -60,8 +60,9 @@ class Processes:
     Attributes:
         name: prefix of the worker processes' log lines, such as ``rollout 1``. If a name is set, the parent process logs only
             the workers' warnings and errors.
-        launcher: starts the processes as workers of ``role``, numbered from ``first``. If None, the processes run on this
-            machine.
+        launcher: starts the processes. If None, the processes run on this machine.
+        role: role of the processes for the launcher; see :class:`~areno.launch.launcher.Task`.
+        first: number of the first process among the workers of this role.
     """
 
     name: str = ""

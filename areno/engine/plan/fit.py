@@ -50,7 +50,7 @@ _USABLE = 0.9  # usable share of a device's memory; the rest is for libraries an
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Estimates for training with one layout: the memory per device, and the traffic between ranks and the time per step."""
+    """Estimates for training with one layout."""
 
     layout: Layout
     held: int  # bytes, on the device that needs the most memory

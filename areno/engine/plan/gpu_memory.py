@@ -54,8 +54,8 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
     """Divide the free memory between training and the KV cache. ``free`` is the number of free bytes after loading the models.
 
     ``keeps_cache`` says whether the KV cache stays allocated during training. ``recompute`` says whether training recomputes
-    activations. With None, training recomputes activations if ``need.kept`` exceeds the fraction ``KEPT_SHARE`` of the memory
-    that is free after the optimizer moments are allocated.
+    activations. With None, training recomputes activations if it would otherwise need more than the fraction ``KEPT_SHARE`` of
+    the memory that the optimizer moments leave free.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
@@ -69,8 +69,8 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
     """Return the size of the KV cache in tokens, which is the same on all ranks. The models must already be loaded.
 
     On a GPU that no other process shares, the function also sets whether each role recomputes activations. With
-    ``offload_activations``, roles always recompute activations. Otherwise, ``activation_checkpointing`` decides. If this is
-    None, the free memory decides.
+    ``offload_activations``, roles always recompute activations. Otherwise, ``activation_checkpointing`` decides. If
+    ``activation_checkpointing`` is None, roles recompute activations only if memory is scarce; see :func:`divide`.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:

@@ -102,7 +102,7 @@ def plan_device(options: TrainOptions) -> torch.device:
 def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan:
     """Plan the memory of a run of ``areno train``; see :func:`plan_sizes`.
 
-    Raises UsageError: ``fsdp`` is set, or :class:`ShapeOf` does not support a model or the layout.
+    Raises UsageError: ``fsdp`` is set, or :class:`ShapeOf` does not support one of the run's models or its parallel layout.
     """
     if options.fsdp:
         raise UsageError(
@@ -284,7 +284,7 @@ class _Planner:
 
 
 def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
-    """Return the :class:`ShapeOf` of a checkpoint. The result is cached, because ``advise`` plans the same run many times."""
+    """The result is cached, because ``advise`` plans the same run many times."""
     return _shape_of(base_of(path), sizes.load_options(option), kind, adapter, sizes.layout)
 
 

@@ -60,7 +60,7 @@ def return_freed_memory(device: torch.device) -> None:
 def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
     """On a CPU, release the allocator's retained memory to the system if memory is short.
 
-    Memory is short if the free memory is less than ``_SHORT`` x ``ranks`` times the memory use of this process.
+    Memory is short if the free memory per rank is less than the fraction ``_SHORT`` of the memory that this process uses.
     """
     if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device) * ranks:
         trim_freed_memory()

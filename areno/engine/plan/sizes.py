@@ -98,9 +98,10 @@ class Sizes(ABC):
 
     @abstractmethod
     def scored(self, lengths: list[int]) -> list[int]:
-        """Return, for each row, the maximum number of tokens to train on. ``lengths`` has the number of tokens of each row.
+        """Return an upper bound on the number of tokens to train on in each row.
 
-        Prompt tokens are excluded. At least one token of each row is assumed to belong to the prompt.
+        ``lengths`` has the number of tokens of each row. Prompt tokens are excluded. At least one token of each row is
+        assumed to belong to the prompt.
         """
 
     @abstractmethod
@@ -215,7 +216,8 @@ def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) 
     """Return the row lengths of a full batch, which has at most ``rows`` rows and at most ``tokens`` tokens in total.
 
     All rows have ``longest`` tokens, but the last row may be shorter. Each group of ``group`` rows has a common prefix of
-    ``shared`` tokens, which the batch contains only once. Only the length of the group's first row includes the prefix.
+    ``shared`` tokens. The batch contains the prefix only once, so the prefix counts only in the returned length of the group's
+    first row.
     """
     lengths: list[int] = []
     while len(lengths) < rows and tokens > 1:

@@ -244,8 +244,8 @@ class ShapeOf:
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
         """Return the run's optimizer. If the run has several ranks, a stub replaces the connection to the other ranks.
 
-        For a run with one rank, the returned optimizer never offloads. If ``config.offload`` is true, :meth:`update` itself
-        counts the optimizer states and gradients as host memory, not as GPU memory.
+        For a run with one rank, this method ignores ``config.offload``, because :meth:`update` counts the optimizer states and
+        gradients as host memory in this case.
         """
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
@@ -293,8 +293,7 @@ class ShapeOf:
     def _rollout(self, n_samples: int, prompt: int, longest: int, grown: Sequence[tuple[int, int]]) -> RolloutBytes:
         """Trace a rollout, in which the cache grows in steps.
 
-        ``grown`` has one pair per step: the number of tokens per sequence for which the cache has space, and the number of
-        running sequences.
+        ``grown`` has one pair per step: the capacity of the cache in tokens per sequence, and the number of running sequences.
         """
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():
             cache, beside = SlotCache(), 0

@@ -105,7 +105,11 @@ class _Tuner:
         return chosen
 
     def _measure_start(self) -> None:
-        """Set ``held`` (used memory), ``states`` (its part for optimizer states) and ``limit``, in bytes per rank."""
+        """Set three sizes in bytes per rank.
+
+        These are ``held`` (the memory in use), ``states`` (the optimizer states, which ``held`` includes), and ``limit`` (the
+        maximum memory that the run may use).
+        """
         ranks = self.engine.run_on_all_ranks(trial.prepare, not self.options.drop_rollout_state)
         self.held, self.states = max(rank.held for rank in ranks), ranks[0].states
         capacity = self.capacity
@@ -214,7 +218,7 @@ class _Tuner:
         return phase.parts["roles"] + phase.parts["optimizer"] - self._own_state(phase) + kept
 
     def _own_state(self, phase: Phase) -> int:
-        """Return the part of the phase's optimizer states that the actor has already allocated, in bytes."""
+        """Return how many bytes of the optimizer states planned for ``phase`` are already allocated."""
         return min(self.states, phase.parts["optimizer"])
 
     def _generate(self, candidate: TrainOptions) -> int | None:

@@ -32,7 +32,7 @@ class SharedPrefixes:
         self._padded: tuple[Tensor, Tensor] | None = None
 
     def padded(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the leaders and the prefix lengths of the batch, each padded to int64 [rows].
+        """Return two int64 tensors [rows]: the leader of each row, and the length of each row's shared prefix.
 
         The leader of a row is the index of the first row with the same prefix. Padding rows share no prefix: each is its own
         leader, and its prefix length is 0.

@@ -1,9 +1,9 @@
 """Top-k, top-p and min-p filters on rows of unnormalized token probabilities (weights), usually without sorting the vocabulary.
 
-Top-k keeps the k largest weights of a row. Top-p keeps the nucleus: only as many of the largest weights as are needed for a sum
-of at least p times the total after top-k. The search for the nucleus first covers only the few hundred largest weights. Among
-equal weights at the threshold, tokens with lower ids are kept, so the result of a row does not depend on the other rows of the
-batch.
+Top-k keeps the k largest weights of a row. Top-p keeps the nucleus: the smallest set of tokens whose total weight is at least p
+times the total weight of the tokens that top-k keeps. The search for the nucleus first covers only the few hundred largest
+weights. Among equal weights at the threshold, tokens with lower ids are kept, so the result of a row does not depend on the
+other rows of the batch.
 """
 
 from collections.abc import Sequence
@@ -59,11 +59,7 @@ class Filters:
         return torch.where(keep, weights, 0.0)
 
     def _nucleus(self, values: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
-        """Return the size of each row's nucleus [R].
-
-        The nucleus is the smallest set of tokens whose total weight is at least ``top_p`` times the total weight of the tokens
-        that top-k keeps.
-        """
+        """Return the size of each row's nucleus [R]."""
         rank = torch.arange(values.shape[1], device=values.device)[None, :]
         mass = torch.where(rank < limits[:, None], values, 0.0).double().cumsum(-1)
         full_mass = weights.double().sum(-1)

@@ -12,7 +12,7 @@ from areno.types import SamplingParams, TokenConstraint
 class LogitEdits:
     """Logit edits of one sample.
 
-    A grammar (``constraint``) runs third-party code. If the grammar raises an exception, ``error`` holds the exception, and
+    The grammar (``constraint``) may be third-party code. If this code raises an exception, ``error`` holds the exception, and
     only the sample's request fails. Prompt tokens count towards the repetition penalty. The tokens ``stop_ids`` are forbidden
     until the sample has its minimum length, unless the grammar allows no other tokens.
 

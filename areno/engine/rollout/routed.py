@@ -8,7 +8,7 @@ from areno.engine.rollout.slot_cache import KVCache, SlotCache
 
 
 def take_routing(cache: KVCache, sequence: Sequence, slot: int | None = None) -> None:
-    """Copy expert choices from the cache to a sample, for those of the sample's tokens that have no record yet.
+    """Copy the expert choices of a sample's tokens from the cache to ``sequence.routed``, except choices copied earlier.
 
     The model processes an output token in the forward pass that samples the next token. This pass records the expert choices of
     the processed token. A token that is recomputed later (with new weights, or after a preemption) keeps its first record. The

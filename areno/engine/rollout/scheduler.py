@@ -47,7 +47,8 @@ class Scheduler:
     """The queue and the slots of a rollout loop.
 
     Args:
-        budget_tokens: capacity of the cache in tokens. Each live sequence counts as :meth:`columns` tokens.
+        budget_tokens: capacity of the cache in tokens. Each sequence with a slot occupies :meth:`columns` tokens of it, even if
+            the sequence is shorter.
         max_running: maximum number of sequences that are decoded at once.
     """
 
@@ -75,7 +76,7 @@ class Scheduler:
         return sum(s.group.sampling.max_new_tokens - len(s.output) for s in (*self.waiting, *self.live()))
 
     def columns(self) -> int:
-        """Return the number of tokens per slot for which the live sequences need space."""
+        """Return the number of cache columns (tokens per slot) that the longest sequence with a slot needs."""
         return round_up(max((s.length for s in self.live()), default=0), COLUMN_STEP)
 
     def cells(self) -> int:

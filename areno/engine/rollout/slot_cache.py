@@ -31,7 +31,7 @@ READ_STEP = 16
 
 
 def _routing_layer(mixture: int) -> int:
-    """Return the cache index of an MoE layer's expert choices. The index is negative, so it differs from all layer indices."""
+    """Return the index of the cache layer for an MoE layer's expert choices; negative, unlike indices of model layers."""
     return -1 - mixture
 
 
@@ -63,7 +63,7 @@ class KVCache(ABC):
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
         """Return a :class:`Routing` that records expert choices in the cache; None if no choices are recorded.
 
-        The cache stores the choices of each MoE layer as the keys of an additional layer. The values of this layer have size 0.
+        For each MoE layer, the cache has an additional layer, whose keys are the expert choices and whose values have size 0.
         ``write(layer, keys, values)`` writes the keys and values of a layer to the cache.
         """
         if self.records is None:
@@ -271,9 +271,9 @@ class PrefillPlan(PackedPlan):
         return torch.cat(outputs)
 
     def finish(self) -> None:
-        """After the forward pass, copy each span's recurrent states to all slots of the span.
+        """After the forward pass, copy the recurrent states of each context to the slots of all samples that share the context.
 
-        The forward pass has stored the states only in the first slot of each span.
+        The forward pass has stored the states only in the first of these slots.
         """
         for span in self.spans:
             if len(span.slots) > 1 and self.cache.states.tensors():

@@ -55,7 +55,7 @@ class VerifyPlan(DecodePlan):
 
     Attributes:
         tokens: input token ids [rows * W], including padding.
-        cells: indices in ``tokens`` of all input tokens except padding. One token is sampled after each of these input tokens.
+        cells: indices of those ``tokens`` that are not padding. One token is sampled after each of these input tokens.
         members: for each entry of ``cells``, the sequence to which this input token belongs.
         counters: for each entry of ``cells``, the index, in the sequence's output, of the token sampled after this input token.
     """

@@ -239,7 +239,10 @@ def moment_kinds(quantised: bool) -> tuple[str, str]:
 
 
 def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
-    """Return both moments of a tensor's state, each as fp32 [count]. An 8-bit second moment is returned as its square root."""
+    """Return the moments of a tensor's state, each as fp32 [count].
+
+    For 8-bit moments, the second tensor is the square root of the second moment, because the state stores the root.
+    """
     if "mean" in state:
         return state["mean"].reshape(-1), state["square"].reshape(-1)
     mean = Quantised(state["mean_codes"], state["mean_scales"], True)
@@ -250,7 +253,7 @@ def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
 def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[str, Any]:
     """Create a tensor's optimizer state, with 8-bit moments if ``quantised`` is true, otherwise with fp32 moments.
 
-    For 8-bit moments, ``second`` must be the square root of the second moment. fp32 moments keep their shapes.
+    For 8-bit moments, ``second`` must be the square root of the second moment.
     """
     if not quantised:
         return {"step": step, "mean": mean, "square": second}

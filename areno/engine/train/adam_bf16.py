@@ -3,8 +3,8 @@
 The updated tensors, which are the model's weights or its master weights, remain in fp32.
 
 Each step computes in fp32, and rounds the new moments. The first moment is rounded to the nearest bf16 number. The
-second moment is rounded up or down at random. If beta2 is near 1, a step changes the second moment by less than the
-spacing of bf16 numbers. With rounding to the nearest number, the second moment would never decrease. Weights and master
+second moment is rounded up or down at random. If beta2 is near 1, a step decreases the second moment by less than
+half of the spacing of bf16 numbers. Rounding to the nearest number would undo each decrease. Weights and master
 weights are not rounded to bf16, because rounding would undo an update that changes a weight by a
 thousandth of its value.
 """

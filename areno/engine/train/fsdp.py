@@ -71,7 +71,6 @@ class FullyShardedAdamW(Optimizer):
         return self.config.offload or is_rounded(parameter)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Group the shards by whether the unsharded parameter is large enough for 8-bit moments."""
         if not self.config.adam_8bit:
             return [{"params": self._shares}]
         kinds = [adam_8bit.is_quantised(parameter.numel()) for parameter in self._parameters]
@@ -156,7 +155,7 @@ class FullyShardedAdamW(Optimizer):
         return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def step_bytes(self, device: torch.device) -> int:
-        """See :meth:`Optimizer.step_bytes`. This class does not estimate its working memory, and returns 0."""
+        """Return 0 instead of an estimate, because no caller needs the estimate for FSDP."""
         return 0
 
     def state_head(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class LossScale:
 
     @property
     def may_fall(self) -> bool:
-        """Whether the scale can still be reduced. If not, the scale is not the cause of a non-finite gradient."""
+        """Whether the scale can still be reduced, which may make a non-finite gradient finite."""
         return self.value > self.least
 
     def update(self, finite: bool) -> None:

@@ -157,7 +157,7 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
 
 
 class Optimizer(ABC):
-    """Base class of the engine's optimizers, which counts steps and schedules the learning rate."""
+    """Base class of the engine's optimizers. It counts the steps, and schedules the learning rate."""
 
     _adam: torch.optim.Optimizer
     is_part = False  # whether this rank has only some of the model's parameters

@@ -94,8 +94,8 @@ def _outputs(
 ) -> dict[str, Tensor]:
     """From hidden states [T, C], compute the predictions that the loss needs, and other data for the batch.
 
-    In the returned dict, the key "" has the predictions. The other keys, such as ``packed_entropy``, are keys of the
-    batch's data.
+    In the returned dict, the key "" has the predictions. The caller adds the other entries, such as ``packed_entropy``, to
+    ``batch.data``, which the loss reads.
     """
     if kind == "reward":
         assert isinstance(model, ValueModel)

@@ -6,9 +6,9 @@ tensor parallelism, only ranks that hold the same shard of the model exchange gr
 replicas on the CPUs of one Linux machine share one copy of the weights. In this case, each replica updates its shard in
 place. Each rank saves its shard. A run in any layout can resume from the saved shards.
 
-With 8-bit moments, parameters and shards start at multiples of the quantization block size in the flat buffer. The
-blocks are therefore the same for any number of replicas. For tensors that tensor parallelism shards, the blocks depend
-on the layout. When a run resumes in another layout, the moments of such tensors are quantized again.
+If the moments have 8 bits, each parameter and each shard starts at a multiple of the quantization block size in the
+flat buffer. The blocks are therefore the same for any number of replicas. For tensors that tensor parallelism shards,
+the blocks depend on the layout. When a run resumes in another layout, the moments of such tensors are quantized again.
 
 Master weights, moments and summed gradients may be in host memory instead of GPU memory. Data for a collective is then
 first copied to the GPU.
@@ -130,7 +130,7 @@ class ZeroAdamW(Optimizer):
         ]
 
     def _watch(self, segment: _Segment) -> None:
-        """Register a hook that accumulates a parameter's gradients in the flat buffer.
+        """Register a hook that accumulates the gradient of ``segment.parameter`` in the segment's range of the flat buffer.
 
         The first gradient of each step overwrites the old contents of the buffer.
         """
@@ -182,11 +182,6 @@ class ZeroAdamW(Optimizer):
 
     @torch.no_grad()
     def _own_part(self, value: Callable[[_Segment], Tensor]) -> Tensor:
-        """Build this rank's fp32 shard of a flat tensor.
-
-        ``value(segment)`` returns the flat tensor's entries in the range of ``segment``. Entries outside this rank's shard
-        are ignored.
-        """
         part = torch.zeros(self._share, device=self._home)
         self._fill(part, value)
         return part
@@ -383,8 +378,9 @@ class ZeroAdamW(Optimizer):
     ) -> Iterator[StatePart]:
         """Yield the moments of a parameter, but only for those entries of the parameter that are in this rank's shard.
 
-        If tensor parallelism does not shard the parameter, its quantization blocks have the same boundaries in every layout.
-        In this case, 8-bit moments are yielded as 8-bit codes and scales. All other moments are yielded as fp32 numbers.
+        If tensor parallelism does not shard the parameter, its quantization blocks have the same boundaries in every parallel
+        layout, because each parameter starts at a block boundary. In this case, 8-bit moments are yielded as 8-bit codes and
+        scales. All other moments are yielded as fp32 numbers.
         """
         if not state:
             return

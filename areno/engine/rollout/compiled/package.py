@@ -119,8 +119,8 @@ class StepPackage:
         """Let the model process random tokens, and write the resulting keys and values to the first cache columns.
 
         With random numbers as keys and values, each layer of a trained model would amplify the rounding differences between
-        the compiled and the uncompiled step. In 16-bit dtypes, these differences would reach a third of the largest logit,
-        even between two equivalent operators of PyTorch.
+        the compiled and the uncompiled step. In 16-bit dtypes, even two equivalent operators of PyTorch would give logits whose
+        difference reaches a third of the largest logit.
         """
         tokens, random = inputs[0], torch.Generator().manual_seed(1)
         for column in range(_COLUMNS):

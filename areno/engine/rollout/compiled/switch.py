@@ -54,7 +54,7 @@ _LOOK_EVERY = 32
 
 
 class DecodeSwitch:
-    """Runs decode steps, and switches to a faster implementation if the switch saves time.
+    """Runs decode steps, and changes to a faster implementation if the change saves time.
 
     Args:
         model: the policy that generates.
@@ -206,7 +206,8 @@ class DecodeSwitch:
         """Return whether the expected savings exceed the compile time.
 
         ``remaining()`` returns an upper bound on the total number of tokens that the current samples have left to generate.
-        More requests may follow, so the remaining decode time is assumed to be at least as long as the decode time so far.
+        This number does not include future requests. As a heuristic, the remaining decode time is therefore assumed to be at
+        least as long as the decode time so far.
         """
         if not self._generated:
             return False

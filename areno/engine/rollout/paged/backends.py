@@ -37,7 +37,7 @@ class AttentionBackend:
 
 
 def gathered(pool: Tensor, table: Tensor, columns: int) -> Tensor:
-    """Copy the pages in a block table to contiguous contexts [rows, heads, columns, size]."""
+    """Copy the keys or values of each row's first ``columns`` tokens from the pages: [rows, heads, columns, head size]."""
     return pool[table[:, : -(-columns // pool.shape[1])]].flatten(1, 2)[:, :columns].transpose(1, 2)
 
 

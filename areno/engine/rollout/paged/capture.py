@@ -27,7 +27,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
     def clear(self) -> None:
         """Free all graphs and the memory pool.
 
-        The pool is not kept, because older versions of PyTorch abort a capture into a pool that has no graphs.
+        The next capture needs a new pool, because in older versions of PyTorch, a capture into a pool without graphs fails.
         """
         super().clear()
         self._pool = None
@@ -73,7 +73,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Make synchronizations with the host raise errors. These errors name the operation, unlike errors during a capture."""
+    """If an operation synchronizes with the host, raise an error, which (unlike errors in a capture) names the operation."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

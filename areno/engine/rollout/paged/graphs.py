@@ -139,7 +139,7 @@ class DeviceDecode:
             self._params = params
 
     def _program(self, size: int, columns: int) -> None:
-        """Run one decode step. The step reads and writes only static buffers, so that a CUDA graph can capture the step."""
+        """Run one decode step. All inputs and results are in static buffers, so that a CUDA graph can capture this method."""
         step = self._step[:size].unbind(1)
         source = step[_SOURCE]
         tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], step[_TOKEN])

@@ -177,7 +177,8 @@ def decode_attention(
         table: block table [rows, width], int32.
         lengths: number of tokens of each context [rows], int32. Padding rows have length 0, and get the output 0.
         columns: maximum number of tokens per context, from which the default of ``parts`` is chosen.
-        parts: number of parts per context, a power of two. None uses :func:`choose_parts`.
+        parts: number of parts into which each context is split, to use more of the GPU's processors; a power of two. None uses
+            :func:`choose_parts`.
         block: number of keys per loop iteration. None means 64, or 32 for heads of more than 128 features.
         stages: number of software pipeline stages of the kernel's loop over the keys.
 

@@ -22,7 +22,7 @@ from areno.engine.rollout.slot_cache import ROW_STEP
 class PagedRolloutLoop(RolloutLoop):
     """A rollout loop in which decode steps overlap with work on the host.
 
-    A step does not overlap if any row needs filters, logit edits or top log-probs.
+    A step does not overlap if any row uses top-k, top-p, min-p, logit edits or top log-probs.
 
     ``eager_decode`` disables CUDA graphs. For the other arguments see :class:`~areno.engine.rollout.loop.RolloutLoop`.
     Speculative decoding and compiled steps are not supported, because these features need a
@@ -79,9 +79,9 @@ class PagedRolloutLoop(RolloutLoop):
         return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
 
     def make_room(self, sequences: int) -> None:
-        """Allow decode steps with ``sequences`` rows.
+        """Ensure that a decode step can process up to ``sequences`` sequences.
 
-        More rows than before need a larger cache. In this case, wait until no request is pending, and free the old cache.
+        If the cache is too small for this number, wait until no request is pending, and replace the cache.
         """
         if sequences > self.device_decode.max_rows:
             self.wait_idle()

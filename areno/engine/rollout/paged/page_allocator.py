@@ -56,7 +56,8 @@ class PageAllocator:
         """Allocate a page.
 
         Raises:
-            EngineError: no page is free. If the allocator has :func:`pages_for` pages, the cause is a scheduler bug.
+            EngineError: no page is free. If the allocator has as many pages as :func:`pages_for` requires for the scheduler's
+                budget, the cause is a scheduler bug.
         """
         if not self._free:
             raise EngineError(

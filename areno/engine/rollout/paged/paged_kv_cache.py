@@ -23,7 +23,7 @@ from areno.errors import EngineError
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PageSnapshot:
-    """The pages of a context's prefix. The pages stay cached as long as this object exists."""
+    """The pages with the first tokens of a sequence. The pages stay cached as long as this object exists."""
 
     pages: tuple[int, ...]
     allocator: PageAllocator
