@@ -27,7 +27,7 @@ from areno.types import TrainSequence
 
 
 class ReplayTrainer(RolloutTrainer):
-    """Mixin for the trainer class of an algorithm, which then trains on recorded rows instead of new samples."""
+    """Mixin for the trainer class of an algorithm. The combined class trains on recorded rows instead of new samples."""
 
     replay: RecordedStep
     keeps: bool  # write a checkpoint after the last update
@@ -99,7 +99,10 @@ class ReplayTrainer(RolloutTrainer):
 
 
 def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
-    """Adapt a recorded step to the options that a replay changes. Raises UsageError if required data was not recorded."""
+    """Adapt a recorded step to the options in which the replay differs from the recorded run, such as ``--ref-ckpt``.
+
+    Raises UsageError if required data was not recorded, or if the replay's algorithm does not train on rollouts.
+    """
     recorded, config = options.recorded, options.replayed
     kind = get_algorithm(config.algo).resolve_trainer_cls()
     if not issubclass(kind, RolloutTrainer):

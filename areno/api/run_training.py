@@ -209,7 +209,7 @@ def run_evaluation(
 
 
 def make_loop(options: TrainOptions, trainer: Trainer, dataset: Any, kind: type | None = None) -> DatasetTrainer:
-    """Create a training loop. ``kind`` is its class; by default, the algorithm's subclass of :class:`DatasetTrainer`."""
+    """Create a training loop of the class ``kind``, by default the algorithm's subclass of :class:`DatasetTrainer`."""
     spec = get_algorithm(options.algo)
     loss_fn = spec.make_loss_fn(options)
     make: Callable[..., DatasetTrainer] = kind or spec.resolve_trainer_cls()

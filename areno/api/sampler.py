@@ -204,7 +204,8 @@ class Sampler:
             prompt_tokens: for each prompt, a list of token ids, or an object with ``ids`` or ``input_ids``.
             n_samples: number of responses per prompt.
             sampling_params: sampling parameters.
-            seeds: for each prompt, a list of ``n_samples`` seeds; None derives the seeds deterministically.
+            seeds: for each prompt, a list of ``n_samples`` seeds; None derives the seeds from ``sampling_params.seed`` or, if
+                that is None, from the run's seed.
 
         Returns:
             One result per prompt, with ``n_samples`` sequences.

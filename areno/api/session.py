@@ -63,7 +63,10 @@ class RolloutSession:
 
     @property
     def api_key(self) -> str:
-        """API key shared by all samples. With this key, the server recognizes a conversation by the content of requests."""
+        """API key shared by all samples.
+
+        The key does not identify a sample, so the server finds the conversation of a request by the content of the request.
+        """
         return self.agent_context.api_key
 
     @property

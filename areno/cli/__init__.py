@@ -4,7 +4,7 @@ The options of commands with many options are declared outside this package:
 
 - ``train``, ``plan``: ``areno/config/*_options.py``; options of one algorithm: also ``areno/algorithms/<name>.py``.
 - ``eval``, ``export``: ``areno/config/eval_options.py``; ``serve``, ``chat``: ``areno/config/serve_options.py``.
-- ``run``, ``launch``: ``areno/config/experiment/*_sections.py``. The options are settings of a YAML file (``key=value``).
+- ``run``, ``launch``: ``areno/config/experiment/*_sections.py``. These options are set in a YAML file, or by ``key=value``.
 
 The modules of the other commands declare their own options:
 

@@ -125,7 +125,6 @@ def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
 
 
 def _adapter(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield adapter options that have no effect, because no adapter is trained or an existing adapter sets their values."""
     if not options.uses_lora:
         for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"):
             yield name, "has no effect without an adapter; set --lora-rank too"
@@ -143,7 +142,6 @@ TUNED_OPTIONS = ("max_running_prompts", "batch_size", "mini_bs")
 
 
 def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Yield tuning options that have nothing to tune, and offloading options that have nothing to offload."""
     if not options.tune_params:
         for name in ("mem_frac", "tune_max_samples"):
             yield name, "has no effect without tuning; set --tune-params too"

@@ -22,13 +22,13 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
 
     The options are returned unchanged on a CPU, with ``--device cuda:N``, and in a resumed run.
 
-    Otherwise, ``--world-size`` is ``gpus`` minus :func:`rollout_ranks`, rounded down to a multiple of ``--tp-size``.
-    ``--tp-size`` is 4 if all of these conditions hold, and 1 otherwise:
+    Otherwise, an unset ``--world-size`` becomes ``gpus`` minus :func:`rollout_ranks`, rounded down to a multiple of
+    ``--tp-size`` if that is set. Then an unset ``--tp-size`` becomes 4 if all of these conditions hold, and 1 otherwise:
 
     - ``--world-size`` (set or chosen) is 8.
     - Neither ``--fsdp`` nor ``--load-in-4bit`` is set.
     - The GPUs that training does not use suffice for rollout processes with ``--tp-size 4``.
-    - The model's ``config.json`` and the installed transformers support this size.
+    - The model's ``config.json`` and the installed transformers support a tensor-parallel size of 4.
     """
     if options.resume is not None or resolved_device(options.device, gpus) != "cuda":
         return options

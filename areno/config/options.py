@@ -27,8 +27,11 @@ METADATA_KEY = "areno.option"
 """Key under which the metadata of a dataclass field holds its :class:`OptionInfo`."""
 
 Shape = Literal["scalar", "tuple", "list", "dict", "raw", "section", "sections"]
-"""Shape of a field's value: one value, a repeatable option, a list, a free-form mapping, any YAML value, a dataclass,
-or a list of dataclasses."""
+"""Shape of a field's value.
+
+``tuple`` is a repeatable option, ``dict`` a free-form mapping, ``raw`` any YAML value, ``section`` a dataclass, and
+``sections`` a list of dataclasses.
+"""
 
 _SCALARS = (int, float, str, bool)
 _EXPECTED = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
@@ -45,8 +48,8 @@ class OptionInfo:
         path: ``place`` if the value may be the path of a file or folder, ``python`` if the value may be ``file.py:name``. The
             path of an existing file or folder is stored as an absolute path.
         inherits: dotted path of the setting whose value is used if this setting is unset or empty.
-        inner: for a section, a dict from names of its fields to paths. Each path replaces the ``inherits`` of the field. With
-            an empty path, the field inherits nothing.
+        inner: for a section, a dict from field names to dotted paths. The path of a field replaces the field's own
+            ``inherits``. A field with an empty path inherits nothing.
         documented: AReaL's documented default, if areno's default differs.
     """
 

@@ -195,8 +195,8 @@ def convert_values(
 
     Unknown names and wrong types are added to ``problems``.
 
-    ``label`` maps an option name to its name in messages. If ``known_only`` is true, unknown names are ignored, because they
-    may be options of an algorithm that was not found.
+    ``label`` maps an option name to its name in messages. Set ``known_only`` to ignore unknown names if the
+    algorithm is unknown, because the names may be options of this algorithm.
     """
     values = {}
     for name, value in raw.items():
@@ -236,7 +236,6 @@ def train_help(argv: Sequence[str], command: CommandText = TRAIN) -> str:
 
 
 def _help_of(entries: Sequence[Option], command: CommandText, extra: Mapping[str, Sequence[Option]]) -> str:
-    """Format the help: the groups of options in the order of `GROUPS`, followed by the ``extra`` sections."""
     parser = _make_parser([], command)
     sections = {group: [entry for entry in entries if entry.info.group == group] for group in GROUPS}
     for title, members in {**sections, **extra}.items():

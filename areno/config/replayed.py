@@ -53,10 +53,7 @@ class ReplayOptions:
 
     @property
     def changes(self) -> list[str]:
-        """The flags with which the replay changes options of the recorded run.
-
-        Each text contains a flag, its new value, and the option's value in the recorded run.
-        """
+        """One text for each option that the replay changes, such as ``--mini-bs 8 (recorded: 16)``."""
         names = sorted(self.replayed.explicit)
         values = ((name, value_of(self.recorded, name), value_of(self.replayed, name)) for name in names)
         return [f"{flag_of(name)} {new} (recorded: {old})" for name, old, new in values if old != new]

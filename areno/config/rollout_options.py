@@ -1,4 +1,4 @@
-"""Options of the groups Rollout and Parameter tuning: how completions are generated and scored."""
+"""Options in the help sections Rollout and Parameter tuning."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 from areno.config.options import option
 
 SERVERS = ("vllm", "sglang")
-"""Supported inference servers. An experiment file (``areno run``) has a section of the same name for each server."""
+"""Supported inference servers. In an experiment file (``areno run``), each server has a section with the name of the server."""
 
 _rollout = partial(option, group="Rollout", rollout_only=True)
 _rollout_free = partial(_rollout, changes_results=False)

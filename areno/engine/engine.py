@@ -258,12 +258,12 @@ class Engine(Backend):
     def take_token_records(self) -> dict[int, TokenRecord]:
         """Return what training recorded since the last call of this method: each token's log-prob, and whether it was clipped.
 
-        The key of a row's record is ``TrainSequence.observed`` of this row.
+        The keys are the values of ``TrainSequence.observed``, which identify the rows.
         """
         return self.actor.training.records.take() if self.actor.trainable else {}
 
     def run_on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call ``function(self, *arguments)`` on this engine, which is the only rank."""
+        """Return ``[function(self, *arguments)]``, because this engine runs on a single rank."""
         return [function(self, *arguments)]
 
     def measure(

@@ -1,8 +1,8 @@
 """Read a model's context length and vocabulary size from its configuration, and check requests and tokenizers.
 
-A token id beyond the vocabulary would index the embedding table out of bounds, which crashes the process on a GPU. A row longer
-than the context length would have the same effect on a table of position embeddings. With rotary embeddings, which have no
-table, the model would silently run at positions on which the model was never trained.
+A token id beyond the vocabulary would index the embedding table out of bounds, which crashes the process on a GPU. If a model
+has a table of position embeddings, a row longer than the context length would index this table out of bounds. With rotary
+embeddings, which have no table, the model would silently run at positions on which the model was never trained.
 """
 
 from collections.abc import Iterable

@@ -40,7 +40,7 @@ MAX_CALLS = 32  # maximum concurrent retries
 
 
 class AgentCall:
-    """One call of an agent. Creating the object starts the call, and :meth:`end` revokes its API keys.
+    """One call of an agent. Creating the object starts the call, and :meth:`end` ends it.
 
     Attributes:
         turns: turns that the agent has returned or yielded so far. The turns are kept if the call fails later.
@@ -170,7 +170,8 @@ class AgentRunner:
     def collect(self, server: AgentServer, batch: AgentBatch) -> CollectedSamples:
         """Run the agent on a batch. ``server`` is the server of an open rollout session (the session's ``proxy``).
 
-        Raises UsageError if the loss mask policy selects prompt tokens, but the tokenizer cannot map tokens to text.
+        Raises UsageError if prompt tokens count in the loss (see :class:`LossMaskPolicy`), but the tokenizer cannot map them
+        to text.
         """
         samples: dict[Place, AgentSample] = {}
         batches, rerun, attempt = [batch], 0, 0

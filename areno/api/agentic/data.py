@@ -71,7 +71,7 @@ class AgentBatch:
 
 
 class _TaskSubset(AgentBatch):
-    """A batch with some tasks of another batch. Each task has its own entry in ``prompts``, so ``n_samples`` is 1."""
+    """A batch with some tasks of another batch. ``prompts`` has one entry per task, so ``n_samples`` (tasks per entry) is 1."""
 
     __slots__ = ("_items",)
     _items: tuple[AgentItem, ...]
@@ -128,7 +128,7 @@ class AgentTrajectoryTurn:
 
 @dataclass(slots=True)
 class AgentTrajectory:
-    """A list of turns, which may belong to different tasks."""
+    """A list of turns. The list may mix turns of different tasks, because each turn contains its task (``item``)."""
 
     turns: list[AgentTrajectoryTurn] = field(default_factory=list)
 

@@ -68,7 +68,7 @@ class TemplateFinding:
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
     """Return the problems of a tokenizer's chat template in multi-turn conversations.
 
-    The list is empty if the template accepts a user message or a tool result after an answer, leaves the text of earlier
+    The list is empty if the template accepts user messages and tool results after an answer, leaves the text of earlier
     messages unchanged, and ends answers with the model's end-of-turn token.
     """
     findings = []

@@ -23,7 +23,7 @@ from areno.types import Logprobs, RewardEvent, RewardRecord, RolloutSequence
 
 @dataclass(slots=True)
 class AgentSample:
-    """Sample of one finished task."""
+    """Training rows and reward record of one finished task, built from the task's turns."""
 
     item: AgentItem
     turns: list[Turn]  # the recorded turns that were returned, in order
@@ -57,8 +57,8 @@ def make_sample(
 ) -> AgentSample:
     """Build the sample of a task from its recorded turns.
 
-    Raises ValueError if a response is from another session or task, or was returned twice. Also
-    raises the UsageError of :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
+    Raises ValueError if a response in ``turns`` was not recorded in ``context``, belongs to another task, or appears twice.
+    Also raises the UsageError of :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
     """
     recorded: list[Turn] = []
     for turn in turns:
@@ -94,7 +94,7 @@ def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micr
 
 
 def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokenizer: Any) -> Turn:
-    """Build a turn that the agent generated with a method of the trainer, such as ``rollout_batch``, without the server."""
+    """Build a :class:`Turn` from an answer that was generated with a method such as ``rollout_batch``, not by the server."""
     messages = [dict(message) for message in turn.messages]
     rendered = render_generation_prompt(tokenizer, messages, tools=turn.tools or None)
     logprobs = turn.response_logprobs

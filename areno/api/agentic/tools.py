@@ -70,8 +70,8 @@ class Tool:
 
     The first paragraph of the docstring describes the tool. An ``Args:`` section or ``Annotated[T, "text"]`` describes
     its parameters. Every parameter needs a type hint. The supported types are ``int``, ``float``, ``str``,
-    ``bool``, ``None``, ``Any``, ``Literal`` and enums, and unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and
-    ``TypedDict`` of supported types.
+    ``bool``, ``None``, ``Any``, ``Literal`` and enums. Unions, lists, tuples, sets, ``dict[str, T]``, dataclasses and
+    ``TypedDict`` are supported if all types in them are supported.
 
     Args:
         function: sync or async function. A sync function must be fast, because it runs in the event loop.

@@ -3,8 +3,8 @@
 The stages of a step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses
 supply the settings of the last two stages.
 
-Before a training step updates weights, a stop signal may interrupt it, because its work so far can be repeated. From then
-on, only a second signal interrupts the training step. A training step that an error interrupts is not saved.
+Before a training step updates weights, a stop signal may interrupt it, because its work so far can be repeated. During and
+after the update, only a second signal interrupts the training step. A training step that an error interrupts is not saved.
 """
 
 import math

@@ -10,11 +10,11 @@ Declarations:
 
 Loading and checks:
 
-- ``loader``: from the command line to a checked experiment; ``tree``: untyped values; ``build``: typed values.
+- ``loader``: loads an experiment from a command line; ``tree``: untyped values; ``build``: typed values.
 - ``legacy``: keys of AReaL's early command line; ``machine``: defaults that depend on the machine; ``saving``: writes YAML.
 - ``checks``: checks of the experiment as a whole; ``path_checks``: checks of files; ``notices``: settings without effect.
 - ``allocation``: the grammar of ``backend``; ``backends``: checks of backends; ``roles``: where each role runs.
-- ``named_algorithm``: ``actor.algorithm``; ``server_arguments``: command lines of inference servers.
+- ``named_algorithm``: the setting ``actor.algorithm``; ``server_arguments``: command lines of inference servers.
 """
 
 from areno.config.experiment.engine_sections import (

@@ -49,14 +49,14 @@ _MODELS = {
 class InvalidAllocationModeError(UsageError):
     """A ``backend`` or ``allocation_mode`` has invalid syntax, or conflicting sizes or engines.
 
-    Also raised if a backend does not accept a size letter, as in ``sglang:c2``.
+    Also raised if a backend does not support a kind of parallelism, such as context parallelism in ``sglang:c2``.
     """
 
 
 class AllocationValidationError(UsageError):
     """A ``backend`` or ``allocation_mode`` has valid syntax, but its parallel sizes are impossible.
 
-    Either fsdp has pipeline or expert parallelism, or the number of devices is not a multiple of
+    Raised if fsdp has pipeline or expert parallelism, or if the number of devices is not a multiple of
     :attr:`ParallelStrategy.expert_parts`.
     """
 
@@ -91,9 +91,9 @@ class ParallelStrategy:
 
     @property
     def expert_ranks(self) -> int:
-        """Number of tensor-parallel groups across which one copy of a pipeline stage's experts is sharded.
+        """Number of devices that hold one copy of a pipeline stage's experts, divided by the tensor-parallel size ``tensor``.
 
-        The number is ``expert`` x ``expert_tensor`` / ``tensor``, or 0 if this quotient is not an integer.
+        The result is ``expert`` x ``expert_tensor`` / ``tensor``, or 0 if this quotient is not an integer.
         """
         parts = self.expert * self.expert_tensor
         return 0 if parts % self.tensor else parts // self.tensor
@@ -175,8 +175,8 @@ class ModelAllocation:
     def role(self) -> str:
         """Role of the engine: the name of its section in the experiment, such as ``actor``.
 
-        An engine with a name has its name as the role. An engine without a name has the role ``rollout`` if it generates, and
-        ``actor`` if it trains.
+        The role of an engine with a name is this name, such as ``critic`` for ``fsdp[critic]:d1``. An engine without a name has
+        the role ``rollout`` if it generates, and ``actor`` if it trains.
         """
         return self.name or ("rollout" if self.is_inference else "actor")
 
@@ -187,7 +187,7 @@ class ModelAllocation:
 
     @property
     def spec(self) -> str:
-        """The value of the setting ``backend`` for this engine, such as ``fsdp:d2t2``. It omits the engine's name."""
+        """The value of the setting ``backend`` for this engine, such as ``fsdp:d2t2`` for ``fsdp[actor]:d2t2``."""
         return f"{self.backend}:{self.parallel.dims}"
 
     def __str__(self) -> str:
@@ -252,7 +252,7 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
 def _members(component: str) -> list[str]:
     """Split ``component`` (engines that share devices, as in ``areno:d4|fsdp[actor]:d4``) into engines.
 
-    A ``|`` inside the sizes of one engine, as in ``megatron:(attn:d4|ffn:d2e2)``, separates no engines.
+    The ``|`` between the sizes of attention and expert layers, as in ``megatron:(attn:d4|ffn:d2e2)``, is not a separator.
     """
     return re.split(r"\|(?![^()]*\))(?!(?:attn|ffn):)", component)
 
@@ -265,7 +265,7 @@ class AllocationMode:
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        """Parse an allocation, including the legacy forms.
+        """Parse an allocation. The legacy forms of :func:`translate_legacy` are accepted, too.
 
         Raises:
             InvalidAllocationModeError: the syntax is invalid, an engine lacks a required name, two engines have the same name,

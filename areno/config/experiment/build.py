@@ -124,7 +124,7 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:
-    """Whether ``value`` may be a section with a mistyped name: most of its keys are settings of the same section."""
+    """Whether ``value`` looks like a section whose name is mistyped: most of its keys are settings of one known section."""
     kinds = {entry.kind for entry in paths_of(root).values() if entry.is_section}
     return any(2 * len(set(value) & set(settings_of(kind))) > len(value) for kind in kinds)
 

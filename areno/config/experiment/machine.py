@@ -27,7 +27,7 @@ CPU_PER_GPU = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of a machine. The caller detects them, because ``areno.config`` does not import torch."""
+    """Resources of a machine. The caller detects the resources, because ``areno.config`` does not import torch."""
 
     gpus: int = 0  # CUDA devices; 0 runs on the CPU
     cores: int = 1  # usable CPU cores
@@ -73,10 +73,9 @@ def _reason(config: Any, machine: Machine, name: str) -> str:
 def devices_needed(config: BaseExperimentConfig) -> int:
     """Return the number of devices that rollout and training need together.
 
-    By default, each of the two has its own devices, and the result is the sum. If the ``scheduling_strategy`` of one of them
-    has the type ``colocation``, this one uses the devices of the other, and the result is the number of these devices. If both
-    have this type, they share as many devices as the larger of the two needs. Rollout on servers that already run needs no
-    device.
+    By default, rollout and training have separate devices, and the result is the sum. If only one of them has the
+    ``scheduling_strategy`` type ``colocation``, the result is the number of devices of the other one. If both have this type,
+    the result is the larger of the two numbers of devices. Rollout on servers that already run needs no device.
     """
     sizes: dict[str, list[int]] = {"separation": [], "colocation": []}
     for role in ("rollout", "actor"):
@@ -90,8 +89,7 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
     """Return the number of GPUs that ``cluster.n_gpus_per_node`` requests; None means all GPUs.
 
-    The result is None if the setting is null or has the default that AReaL documents. If ``scheduler.type`` is ray or slurm,
-    the result is always None.
+    Both null and 8, AReaL's default, mean all GPUs. If ``scheduler.type`` is ray or slurm, the result is always None.
     """
     if config.scheduler.type in CLUSTERS:
         return None

@@ -58,7 +58,7 @@ def backend_of(config: BaseExperimentConfig) -> str:
 
 
 def _join_names(names_by_section: dict[str, dict[str, None]]) -> str:
-    """Join paths of settings, as in ``type, target of ref.scheduling_strategy and critic.scheduling_strategy``."""
+    """Join paths of settings. Names that sections share are listed once, as in ``lr, eps of A.optimizer and B.optimizer``."""
     grouped: dict[tuple[str, ...], list[str]] = {}
     for section, section_names in names_by_section.items():
         grouped.setdefault(tuple(section_names), []).append(section)

@@ -101,8 +101,8 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 def _cached(function: _Listing) -> _Listing:
     """Cache the results of ``function``.
 
-    The returned function keeps the type of ``function``, because type checkers accept only hashable arguments for a cached
-    function, and wrongly reject a class whose instances are not hashable.
+    The returned function has the type of ``function``. With the type of a cached function, type checkers would reject a class
+    as argument if its instances are not hashable, although the class itself is.
     """
     return typing.cast(_Listing, functools.cache(function))
 

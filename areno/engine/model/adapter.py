@@ -160,7 +160,7 @@ class Adapter:
         return set()
 
     def state(self) -> dict[str, Tensor] | None:
-        """Gather and return the adapter's tensors; None if the module is not sharded. All ranks must call this method."""
+        """Gather and return the adapter's tensors; None if they are not sharded. All ranks must call this method."""
         trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
         if not any(hasattr(p, "placements") for p in trained.values()):
             return None

@@ -2,7 +2,7 @@
 
 On x86, PyTorch multiplies fp32 matrices with MKL. On non-Intel CPUs, MKL does not use AVX-512. The library oneDNN, which is
 also part of PyTorch, does use AVX-512. For at least 256 rows on two cores of an AMD EPYC, MKL reaches 200 GFLOP/s and oneDNN
-reaches 440 GFLOP/s. Both libraries compute the gradient of the input as fast as the forward pass.
+reaches 440 GFLOP/s.
 
 Without gradients, products with few rows use areno's kernel (:mod:`areno.engine.kernels.row_product`). The kernel requires AVX2
 or AVX-512. On Intel CPUs, only output layers with a large vocabulary use areno's kernel, because MKL would repack the weights
@@ -45,7 +45,7 @@ def _gains(weight: Tensor, least: int) -> bool:
 
 
 def use_row_products(module: nn.Module) -> None:
-    """Make all :class:`FastLinear` layers use areno's kernel for products with few rows. The kernel must already be loaded."""
+    """Make all :class:`FastLinear` layers use areno's kernel for inputs with few rows. The kernel must already be loaded."""
     for child in module.modules():
         if isinstance(child, FastLinear):
             child.row_products = True

@@ -30,9 +30,9 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """Return the accepted difference of logits or hidden states, relative to their maximum absolute value.
+    """Return the accepted difference between two computations of the same logits or hidden states.
 
-    Rounding errors are smaller.
+    The difference is relative to the maximum absolute value. Rounding errors are smaller.
     """
     return _PROBE_TOLERANCE.get(dtype, 1e-1)
 

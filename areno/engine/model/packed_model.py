@@ -115,7 +115,7 @@ class PackedModel:
         """Return the hidden states [T, C] of tokens [T] at positions [T]. The attention follows ``plan``.
 
         Later pipeline stages take the hidden states [T, C] of the previous stage instead of tokens. ``run`` is the index of the
-        model chunk to apply; None means all layers of this rank.
+        model chunk to apply (see :class:`StageLayers`); None applies all layers of this rank.
         """
         body = self._body if run is None or self.stage is None else self.stage.body_of(self._body, run)
         inputs: dict[str, Any] = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens[None]}

@@ -88,7 +88,9 @@ class _Group:
 
 
 class PackedPlan:
-    """Attention plan of concatenated sequences. ``routing`` records or replays expert choices.
+    """An :class:`~areno.engine.model.attention.AttentionPlan` for concatenated sequences.
+
+    ``routing`` records or replays expert choices.
 
     Args:
         lengths: number of tokens of each sequence, in packed order.
@@ -144,8 +146,8 @@ class PackedPlan:
     def _contexts(self) -> tuple[Tensor, Tensor, int]:
         """The concatenated contexts of all N sequences: packed positions of their tokens, boundaries, and maximum length.
 
-        The context of a sequence is its prefix, followed by the sequence itself. The boundaries (int32 [N + 1]) are the start
-        of each context in the concatenation, followed by the total length.
+        The context of a sequence is its prefix (see the class), followed by the sequence itself. The boundaries
+        (int32 [N + 1]) are the start of each context in the concatenation, followed by the total length.
         """
         seen = [[*prefix, *range(*own)] for prefix, own in zip(self._prefixes, pairwise(self.starts), strict=True)]
         starts = torch.tensor([0, *accumulate(map(len, seen))], dtype=torch.int32)

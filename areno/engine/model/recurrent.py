@@ -49,7 +49,7 @@ class SlotStates:
 
     @property
     def layers(self) -> _Layers:
-        """The states by layer. Recurrent layers of older ``transformers`` versions read this property."""
+        """The convolution and recurrent states, indexed by layer, in the form that older ``transformers`` versions read."""
         return _Layers(self)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -110,8 +110,6 @@ class SlotStates:
 
 
 class _Layers:
-    """The convolution and recurrent states, indexed by layer, in the form that older ``transformers`` versions read."""
-
     def __init__(self, states: SlotStates) -> None:
         self._states = states
 

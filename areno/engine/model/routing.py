@@ -8,7 +8,7 @@ the router's current scores.
 
 This module supports any MoE architecture that selects experts with ``topk``. During the forward pass of an MoE layer, a
 :class:`Routing` replaces the result of the ``topk`` over all experts. The model computes the weights of the experts' outputs
-from the replaced result. :mod:`areno.engine.model.routers` finds the MoE layers.
+from the new result. :mod:`areno.engine.model.routers` finds the MoE layers.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def current_routing() -> Routing | None:
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return two context managers for activation checkpointing: one for the forward pass, and one for its recomputation.
 
-    The second context manager sets the :class:`Routing` of the forward pass again, because the recomputation may run in another
-    thread, while the forward pass of other rows is running.
+    The recomputation may run in another thread, and after the current :class:`Routing` has changed. The second context manager
+    therefore restores the routing of the forward pass.
     """
     routing = current_routing()
     return nullcontext(), Routed(None if routing is None else routing.again())
@@ -115,7 +115,7 @@ class _TopkMode(TorchFunctionMode, ABC):
 
     @abstractmethod
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the indices [T, K] that replace ``chosen`` [T, K], the result of ``topk`` for the scores [T, experts]."""
+        """``topk`` has selected the indices ``chosen`` [T, K] for ``scores`` [T, experts]. Return the indices [T, K] to use."""
 
 
 class Choosing(_TopkMode):
@@ -126,7 +126,7 @@ class Choosing(_TopkMode):
         self._routers, self._routing, self._mixture = routers, routing, mixture
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the expert ids [T, K] that the :class:`Routing` returns for the router's choice ``chosen`` [T, K].
+        """Return the result of :meth:`Routing.choose`.
 
         If the ``topk`` call does not select experts, but for example groups of experts, return ``chosen``.
         """
@@ -138,7 +138,8 @@ class Choosing(_TopkMode):
 class ChoiceRecorder(_TopkMode):
     """Records the choices of all routers in a forward pass.
 
-    ``calls`` has one pair for each ``topk`` call, in order: the number of scores per token, and the chosen indices [T, K].
+    ``calls`` has one pair for each ``topk`` call, in the order of the calls. The pair consists of the number of scores per
+    token, and the chosen indices [tokens, K].
 
     Because of rounding, two forward passes over the same tokens can choose different experts. :class:`ChoiceReplay` repeats the
     choices of the first pass in the second pass, so that the passes can be compared.
@@ -149,7 +150,7 @@ class ChoiceRecorder(_TopkMode):
         self.calls: list[tuple[int, Tensor]] = []
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Record the choices, and return them unchanged."""
+        """Record ``chosen``, and return it unchanged."""
         self.calls.append((scores.shape[-1], chosen.clone()))
         return chosen
 
@@ -174,9 +175,10 @@ class ChoiceReplay(_TopkMode):
         self._tolerance = tolerance
 
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the experts [T, K] that the tokens use: those of the next recorded ``topk`` call, or those in ``chosen``.
+        """Return the indices [T, K] to use instead of the router's choice ``chosen`` [T, K].
 
-        A token uses the recorded experts if the scores of both sets of experts differ by at most the tolerance.
+        The indices come from the next recorded ``topk`` call. If a token's recorded and chosen scores differ by more than the
+        tolerance, its indices in ``chosen`` are kept.
         """
         width, recorded = next(self._calls, (0, chosen))
         if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):
@@ -191,7 +193,8 @@ class ChoiceReplay(_TopkMode):
 class Recording:
     """Records which experts the routers of a model choose.
 
-    For each MoE layer, ``write`` is called with the index of the layer and the ids [T, K] of the experts that its router chose.
+    For each MoE layer, ``write`` is called with the index of the layer and the ids [tokens, K] of the experts that its router
+    chose.
     """
 
     def __init__(self, write: Callable[[int, Tensor], None]) -> None:
@@ -252,12 +255,12 @@ class Replay:
     def again(self) -> Routing:
         """Return a replay of the same choices, for recomputing the forward pass.
 
-        The returned replay has no ``count``, because the first forward pass has already counted the replayed choices.
+        The returned replay has no ``count``, so that no choice is counted twice.
         """
         return Replay(self.recorded, self.routers)
 
     def part(self, first: int, count: int) -> Replay:
-        """Return the replay of ``count`` tokens from index ``first`` on.
+        """Return a replay of the choices for ``count`` tokens, from the token with the index ``first`` on.
 
         If the recording ends earlier, the router chooses the experts of the remaining tokens.
         """
