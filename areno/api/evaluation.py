@@ -243,7 +243,7 @@ class _EvalTotals:
         if not self.lengths:
             raise RewardError(
                 f"the evaluation has no answers: all samples of all {self.num_prompts} prompts failed or were dropped, and "
-                f"{self.skipped_long} prompts were skipped because they are too long; see the log for the errors"
+                f"{self.skipped_long} other prompts were skipped because they are too long; see the log for the errors"
             )
         if not self.rewards:
             raise RewardError(

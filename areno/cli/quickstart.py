@@ -18,8 +18,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--real",
         action="store_true",
-        help="Train a pretrained chat model instead of the tiny model. It learns to turn free text into JSON. Takes about "
-        "eleven minutes on two CPU cores.",
+        help="Instead of the tiny model, train a pretrained chat model. The chat model learns to turn free text into JSON. "
+        "Takes about eleven minutes on two CPU cores.",
     )
     parser.add_argument(
         "--ckpt",

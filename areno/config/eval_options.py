@@ -78,8 +78,8 @@ class EvalOptions(CommandOptions):
     dataset_loader_fn: str | None = option_from(
         BasicOptions,
         "dataset_loader_fn",
-        help="Python function that converts the data to rows with a prompt. If you give only FILE.PY, areno calls the "
-        "function load_training_dataset in this file.",
+        help="Python function that converts the data to rows; each row needs a prompt. If you give only FILE.PY, areno calls "
+        "the function load_training_dataset in this file.",
     )
     seed: int = option_from(BasicOptions, "seed", help="Seed of all sampling; the same seed reproduces the evaluation.")
     device: str = option_from(BasicOptions, "device")

@@ -294,7 +294,7 @@ def test_demonstrations_refuse_a_template_that_rewrites_the_conversation(tmp_pat
     tokenizer.save_pretrained(tmp_path)
     forgetful = load_tokenizer(str(tmp_path))
     forgetful.chat_template = "{{ messages | length }}{{ messages[-1].content }}{{ '>' if add_generation_prompt }}"
-    with pytest.raises(UsageError, match="rewrites the messages before message 1"):
+    with pytest.raises(UsageError, match="adding message 1 makes the chat template rewrite the earlier"):
         demonstration_rows(forgetful, [{"role": "user", "content": "a"}, says("b")], [])
 
 

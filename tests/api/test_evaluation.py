@@ -212,7 +212,7 @@ def test_invalid_rewards_are_an_error(trainer, rewards, message):
 
 
 def test_an_evaluation_without_answers_is_an_error(trainer):
-    with pytest.raises(RewardError, match="all samples of all 6 prompts failed or were dropped, and 0 prompts"):
+    with pytest.raises(RewardError, match="all samples of all 6 prompts failed or were dropped, and 0 other prompts"):
         evaluate(trainer, zero_rewards, answers=lambda batch, _: [None] * (3 * len(batch.items)))
 
 

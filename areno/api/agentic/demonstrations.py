@@ -94,8 +94,8 @@ def demonstration_rows(
         ).text
         if not longer.startswith(prompt):
             raise UsageError(
-                f"the chat template rewrites the messages before message {index} when this message is added, so prompt and "
-                "response cannot be separated; use another template"
+                f"adding message {index} makes the chat template rewrite the earlier messages, so prompt and response cannot "
+                "be separated; use another template"
             )
         response = longer[len(prompt) :]
         if tokenizer.eos_token and tokenizer.eos_token in response:

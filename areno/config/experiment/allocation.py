@@ -223,8 +223,8 @@ def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
 def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
     if backend != "megatron":
         raise InvalidAllocationModeError(
-            f"{spec!r}: only megatron supports different sizes for attn and ffn; use megatron, or one list of sizes, such as "
-            f"{backend}:d1"
+            f"{spec!r}: only megatron supports different sizes for attn and ffn; use megatron, or the same sizes for "
+            f"both, such as {backend}:d1"
         )
     match = re.fullmatch(r"attn:([^|]*)\|ffn:([^|]*)", re.sub(r"^\((.*)\)$", r"\1", dims))
     if match is None:

@@ -34,7 +34,7 @@ _fp8 = partial(setting, no_effect=OWN_ENGINE, help="Transformer Engine's FP8 set
 NO_STAGES = "there is only one pipeline stage, because `backend` sets no pipeline size such as p2"
 ZERO_BUBBLE = "areno uses Interleaved1F1B instead; zero-bubble schedules split the backward pass, and areno does not"
 _DETERMINISTIC = "deterministic algorithms of PyTorch are used"
-_NO_FP8 = "FP8 training is not supported; remove the setting to train in actor.dtype"
+_NO_FP8 = "FP8 training is not supported; remove the setting (areno then trains in actor.dtype)"
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
@@ -190,7 +190,7 @@ class ArchonEngineConfig:
     pp_schedule: str = setting(
         "Interleaved1F1B",
         "Pipeline schedule. Zero-bubble schedules run as Interleaved1F1B. If pp_layers_per_stage is null, Interleaved1F1B has "
-        "two model chunks per stage, or one with too few layers or an old PyTorch.",
+        "two model chunks per stage (one if layers are too few or PyTorch is too old).",
         choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
     pp_layers_per_stage: int | None = setting(
@@ -346,7 +346,7 @@ class MegatronEngineConfig:
     moe_permute_fusion: bool = _megatron(False)
     fp8_config: FP8EngineConfig | None = section(
         None,
-        "FP8 training, which areno does not support. If `actor.backend` is megatron, the section must be null.",
+        "FP8 training, which areno does not support. If `actor.backend` is megatron, setting this section is an error.",
         no_effect=OWN_ENGINE,
     )
     bridge_type: str = _megatron("mbridge", choices=("mbridge", "megatron-bridge"))

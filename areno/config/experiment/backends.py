@@ -65,8 +65,8 @@ def _servers(config: PPOConfig) -> Iterator[str]:
     if takes_turns(config):
         role = "actor" if rollout.scheduling_strategy.fork else "rollout"
         yield (
-            f"{role}.scheduling_strategy.fork=false is not supported {where}: fork=false makes one process generate and train, "
-            "but inference servers are separate processes; remove the setting"
+            f"{role}.scheduling_strategy.fork=false is not supported {where}: fork=false runs generation and training in the "
+            f"same process, but inference servers run in their own processes; remove {role}.scheduling_strategy.fork"
         )
     if rollout.speculate:
         yield (
@@ -135,9 +135,9 @@ def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[st
     shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     if not parallel.expert_ranks or shards % parallel.expert_ranks:
         yield (
-            f"{where}: the experts' expert-parallel size x tensor-parallel size is {parts}, but must be a multiple of "
-            f"{parallel.tensor} (tensor-parallel size of the other layers) and divide {shards * parallel.tensor} (devices per "
-            "pipeline stage); use "
+            f"{where}: for experts, expert-parallel size times tensor-parallel size is {parts}. This product must be a "
+            f"multiple of {parallel.tensor} (tensor-parallel size of the other layers) and divide {shards * parallel.tensor} "
+            "(devices per pipeline stage); use "
             f"{allocation.backend}:{ParallelStrategy(**{**vars(parallel), 'expert': 1, 'expert_tensor': 0}).dims}"
         )
 

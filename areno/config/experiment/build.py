@@ -255,8 +255,8 @@ def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _
     if foreign := sorted(values.keys() - entries.keys()):  # a whole section was interpolated
         context.problems.add(
             f"{prefix.rstrip('.')}: the section that ${{...}} refers to has the settings {', '.join(foreign)}, but "
-            f"{declaration.__name__} has no such settings; replace the path in ${{...}} by the path of another "
-            f"{declaration.__name__} section"
+            f"{declaration.__name__} has no such settings; replace the path in ${{...}} by the path of a section "
+            f"of type {declaration.__name__}"
         )
         return None
     for name, entry in entries.items():

@@ -59,8 +59,8 @@ class FSDPEngineConfig:
         None,
         "Shard weights and gradients across data-parallel and context-parallel ranks (FSDP2). If false, only shard "
         "optimizer states (ZeRO-1). Context and expert parallelism always shard weights.",
-        shown="true if there are several data-parallel ranks, optimizer.type is adam and use_lora is false (with tensor "
-        "parallelism, only with transformers 5.23 or later). For the backend megatron: true if "
+        shown="true if there are several data-parallel ranks, optimizer.type is adam and use_lora is false. With tensor "
+        "parallelism, the default is true only with transformers 5.23 or later. For the backend megatron: true if "
         "megatron.use_torch_fsdp2 or megatron.use_custom_fsdp is true",
     )
     wrap_policy: FSDPWrapPolicy | None = section(None, "Modules that FSDP wraps.")
@@ -109,7 +109,7 @@ class TrainEngineConfig:
         "flash_attention_3, flex_attention or attention kernels from the Hugging Face Hub.",
         inherits="actor.attn_impl",
         documented="flash_attention_2",
-        shown="auto (flash_attention_2 on a single machine with GPUs if installed, else sdpa)",
+        shown="auto (flash_attention_2 on a single machine with GPUs and the package flash-attn, else sdpa)",
     )
     use_kernels: bool = setting(False, "Use kernels from the Hugging Face Hub for the layers that have such a kernel.")
     init_from_scratch: bool = setting(False, "Start from random weights.")
@@ -175,8 +175,7 @@ class TrainEngineConfig:
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, "Settings of the backend megatron.")
     offload: bool = setting(
         False,
-        "Offload the optimizer, as optimizer.offload does (GPU only). Sharded weights are offloaded too, as "
-        "with fsdp.offload_params.",
+        "Has the effect of optimizer.offload and, if the weights are sharded, of fsdp.offload_params (GPU only).",
     )
     use_lora: bool = setting(False, "Train a LoRA adapter and freeze the weights of the model.")
     lora_rank: int = setting(32, "Rank of the adapter.", minimum=1)
@@ -386,7 +385,7 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
 class PPOCriticConfig(TrainEngineConfig):
     """The value model and its training."""
 
-    is_critic: bool = setting(True, "A critic returns one number per token.")
+    is_critic: bool = setting(True, "Must be true, because a critic needs a scalar head.")
     ppo_n_minibatches: int = setting(4, "Number of optimizer steps per pass over a batch.", minimum=1)
     ppo_n_epochs: int = setting(
         1, "Number of passes over a batch. Each pass takes ppo_n_minibatches optimizer steps.", minimum=1
@@ -433,14 +432,14 @@ class TeacherConfig:
     )
     rollout: InferenceEngineConfig | None = section(
         None,
-        "Accepted only with engine_type rollout. The teacher has no separate engine, so each value must be the default or that "
-        "of the same setting in actor, rollout or gconfig.",
+        "Accepted only with engine_type rollout. The teacher has no separate engine: each setting must have its default or "
+        "the value of a setting of the same name in actor, rollout or gconfig.",
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
     train: PPOActorConfig | None = section(
         None,
-        "Accepted only with engine_type train. The teacher has no separate engine, so each value must be the default or that "
-        "of the same setting in actor, rollout or gconfig.",
+        "Accepted only with engine_type train. The teacher has no separate engine: each setting must have its default or "
+        "the value of a setting of the same name in actor, rollout or gconfig.",
         inner={"path": "teacher.path"},
     )
     path: str = setting(
@@ -449,8 +448,8 @@ class TeacherConfig:
     offload: bool = setting(
         False,
         "Move the teacher to host memory between steps.",
-        refused="areno cannot move the teacher's weights between steps; remove the setting, or, if the actor's weights are "
-        "sharded, set actor.fsdp.offload_params, which also applies to the teacher",
+        refused="areno cannot move the teacher to host memory between steps; remove the setting, or keep the weights of actor "
+        "and teacher in host memory with actor.fsdp.offload_params (only if the actor's weights are sharded)",
     )
     rl_loss_weight: float = setting(1.0, "Weight of the policy loss.", minimum=0)
     distill_loss_weight: float = setting(0.005, "Weight of the distillation loss.", minimum=0)

@@ -100,7 +100,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "ppo.use_decoupled_loss": LegacyKey(
         "actor.use_decoupled_loss",
-        "Use the decoupled PPO loss: clip the ratio to the policy before the update, and weight stale tokens by importance.",
+        "Use the decoupled PPO loss.",
         "same as ppo.recompute_logprob",
     ),
     "ppo.adv_norm": LegacyKey("actor.adv_norm", "Normalize advantages over the batch.", "true"),

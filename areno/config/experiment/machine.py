@@ -64,7 +64,7 @@ def _reason(config: Any, machine: Machine, name: str) -> str:
         if shards_weights(config):
             return backend
         why = next(unshardable(config), "").partition(";")[0] if sharding_requested(config.actor) else ""
-        return why or f"with {backend} only optimizer states are sharded"
+        return why or f"with {backend}, only optimizer states are sharded"
     if machine.gpus:
         return "GPU"
     return "processes on the CPU" if name == "n_gpus_per_node" else "CPU"

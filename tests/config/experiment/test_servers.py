@@ -34,14 +34,14 @@ from tests.config.experiment.samples import accepted, refused
                 "rollout.backend": "vllm:d1",
                 "rollout.scheduling_strategy": {"type": "colocation", "target": "actor", "fork": False},
             },
-            "rollout.scheduling_strategy.fork=false is not supported with rollout.backend vllm:d1: fork=false makes one",
+            "rollout.scheduling_strategy.fork=false is not supported with rollout.backend vllm:d1: fork=false runs generation",
         ),
         (
             {
                 "rollout.backend": "vllm:d1",
                 "actor.scheduling_strategy": {"type": "colocation", "target": "rollout", "fork": False},
             },
-            "actor.scheduling_strategy.fork=false is not supported with rollout.backend vllm:d1: fork=false makes one",
+            "actor.scheduling_strategy.fork=false is not supported with rollout.backend vllm:d1: fork=false runs generation",
         ),
     ],
 )
