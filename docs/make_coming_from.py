@@ -19,8 +19,8 @@ _HEAD = """\
 
 <!-- Written by docs/make_coming_from.py; do not edit by hand. -->
 
-The command `areno convert` prints the `areno train` command for a configuration of TRL or verl. For each
-setting without an equivalent option, the command prints a note:
+The command `areno convert` prints the `areno train` command for a configuration of TRL or verl, and a note for each setting
+without an equivalent option. Two examples:
 
 ```bash
 areno convert trl grpo.yaml --learning_rate 2e-6
