@@ -51,7 +51,11 @@ _EPISODES: _Rows = (
         "cumulative number of finished prompts that count neither as rejected nor as stale, including prompts that wait for a "
         "later batch",
     ),
-    ("rejected", "cumulative number of prompts whose episodes failed, returned None or were filtered out"),
+    (
+        "rejected",
+        "cumulative number of prompts for which an episode failed, all episodes returned None, or the filter rejected "
+        "the group",
+    ),
     ("failed", "cumulative number of prompts whose workflow raised an error"),
     ("filtered", "cumulative number of prompts whose group of samples the filter rejected"),
     ("stale", "cumulative number of prompts whose episodes became too stale before training used them"),
@@ -59,7 +63,10 @@ _EPISODES: _Rows = (
 _LAG: _Rows = (("staleness", "staleness of the oldest token of each episode, in weight versions"),)
 _EVALUATED: _Rows = (
     ("accepted", "number of prompts in this evaluation whose episodes finished, regardless of the reward"),
-    ("rejected", "number of prompts in this evaluation whose episodes raised an error or returned None"),
+    (
+        "rejected",
+        "number of prompts in this evaluation for which an episode raised an error or all episodes returned None",
+    ),
     (
         "n_prompts",
         "number of prompts over which the means of this evaluation are computed; the value equals `accepted`",
@@ -146,11 +153,13 @@ _UPDATE: _Rows = (
     ),
     (
         "sapo_scaled_gate_pos",
-        "with SAPO: (4 / sapo_tau_pos) times sapo_soft_gate, for each token with an advantage above 0",
+        "with SAPO, for each token with an advantage above 0: factor of the advantage in the loss, "
+        "(4 / sapo_tau_pos) times sapo_soft_gate",
     ),
     (
         "sapo_scaled_gate_neg",
-        "with SAPO: (4 / sapo_tau_neg) times sapo_soft_gate, for each token with an advantage of 0 or less",
+        "with SAPO, for each token with an advantage of 0 or less: factor of the advantage in the loss, "
+        "(4 / sapo_tau_neg) times sapo_soft_gate",
     ),
 )
 _UPDATE_COUNTS: _Rows = (
@@ -190,17 +199,17 @@ def _approximated(method: str) -> _Rows:
         (
             "approx_logp",
             "log-prob of each trained token under the proximal policy (the policy at the start of the update), approximated "
-            f"with the method {method} of the setting prox_logp_method",
+            f"as with the setting prox_logp_method={method}",
         ),
         (
             "behave_imp_weight",
-            "approximate probability under the proximal policy, exp(approx_logp), divided by the probability under the "
-            "behavior policy, per trained token",
+            "approximate importance ratio of the proximal policy relative to the behavior policy: exp(approx_logp - old_logp), "
+            "per trained token",
         ),
         (
             "importance_weight",
-            "probability under the current policy divided by the approximate probability under the proximal policy, "
-            "exp(approx_logp), per trained token",
+            "approximate importance ratio of the current policy relative to the proximal policy: exp(new_logp - approx_logp), "
+            "per trained token",
         ),
         (
             "abs_error",
@@ -211,21 +220,21 @@ def _approximated(method: str) -> _Rows:
         ("squared_error", "square of abs_error, per trained token"),
         (
             "behave_imp_weight_abs_error",
-            "absolute difference between behave_imp_weight and its exact value (computed from the exact log-prob prox_logp_gt)",
+            "absolute difference between behave_imp_weight and the same ratio computed with the exact log-prob (prox_logp_gt) "
+            "instead of approx_logp",
         ),
         (
             "behave_imp_weight_rel_error",
-            "behave_imp_weight_abs_error divided by the exact value of behave_imp_weight (computed from the exact log-prob "
-            "prox_logp_gt)",
+            "behave_imp_weight_abs_error divided by the ratio computed with the exact log-prob (prox_logp_gt)",
         ),
         (
             "importance_weight_abs_error",
-            "absolute difference between importance_weight and its exact value (computed from the exact log-prob prox_logp_gt)",
+            "absolute difference between importance_weight and the same ratio computed with the exact log-prob (prox_logp_gt) "
+            "instead of approx_logp",
         ),
         (
             "importance_weight_rel_error",
-            "importance_weight_abs_error divided by the exact value of importance_weight (computed from the exact log-prob "
-            "prox_logp_gt)",
+            "importance_weight_abs_error divided by the ratio computed with the exact log-prob (prox_logp_gt)",
         ),
     )
 

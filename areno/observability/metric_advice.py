@@ -89,7 +89,7 @@ ADVICE: dict[str, Advice] = {
         "in the run. Then fix the loophole, or change --reward-weights",
     ),
     "rollout/accuracy": Advice(
-        "0.1 to 0.9 while the policy learns, provided that wrong answers get a reward of at most 0",
+        "0.1 to 0.9 while the policy learns. The metric counts every sample with a reward above 0 as correct",
         "If the accuracy is near 0, use easier prompts, or run SFT first. If the accuracy is near 1, the task is "
         "solved: use harder prompts",
     ),
@@ -107,7 +107,7 @@ ADVICE: dict[str, Advice] = {
         "the reward does not favor short answers",
     ),
     "rollout/skipped_long": Advice(
-        "training does not use skipped prompts, so each one reduces the training data",
+        "each skipped prompt reduces the training data",
         "Raise --max-prompt-tokens",
         0,
         0,
@@ -148,7 +148,7 @@ ADVICE: dict[str, Advice] = {
         "near 0 with a synchronous rollout and one optimizer step per batch", _OFF_POLICY, 0, 0.2
     ),
     "train/pg_clipfrac_lower": Advice("near 0", _OFF_POLICY, 0, 0.01),
-    "train/ppo_kl": Advice("near 0, because the policy changes little in a step", _OFF_POLICY, -0.02, 0.05),
+    "train/ppo_kl": Advice("the policy changes little in a step", _OFF_POLICY, -0.02, 0.05),
     "train/logp_abs_diff_mean": Advice(
         f"about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16. areno warns above {LOGPROB_GAP_LIMIT_FP32:g} in fp32, "
         f"and above {LOGPROB_GAP_LIMIT:g} otherwise. With an asynchronous rollout, the weights change "
@@ -182,7 +182,7 @@ ADVICE: dict[str, Advice] = {
         low=1,
     ),
     "train/kl_loss": Advice(
-        "0 at first, then up to a few tenths",
+        "starts at 0, later usually at most a few tenths",
         "If the KL loss keeps rising, the policy moves far from the reference: raise the weight of the KL term, or "
         "lower --lr",
         0,
@@ -223,7 +223,7 @@ ADVICE: dict[str, Advice] = {
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
         "",
-        "docs/agentic.md explains when a conversation forks",
+        "The log shows the number of forks per cause, and docs/agentic.md explains the causes",
         0,
         0,
     ),
@@ -241,7 +241,10 @@ ADVICE: dict[str, Advice] = {
         _RISING_PAIRS,
         low=0,
     ),
-    "train/dpo_accuracy": Advice("0 to 0.5 in the first step of DPO, later 0.6 to 0.95", _RISING_PAIRS),
+    "train/dpo_accuracy": Advice(
+        "0 to 0.5 in the first step of DPO, because the policy equals the reference up to rounding. Later 0.6 to 0.95",
+        _RISING_PAIRS,
+    ),
     "train/dpo_reward_margin": Advice("rises above 0. In DPO, the margin starts at 0", _RISING_PAIRS),
     "train/dpo_chosen_reward": Advice(
         "near 0 with DPO. This reward often falls slightly while the rejected reward falls faster",
@@ -265,7 +268,7 @@ ADVICE: dict[str, Advice] = {
         "0 in the first step, because a new head gives all answers equal scores. Later 0.6 to 0.9", _RISING_PAIRS
     ),
     "train/critic_explained_variance": Advice(
-        "may be below 0 in the first steps, usually at least 0.3 later",
+        "values below 0 are normal only in the first steps. Later usually at least 0.3",
         "If the metric stays near 0, raise --critic-lr. Two other options of `areno train` can help: "
         "--critic-warmup-steps and, if most answers are truncated, --no-bootstrap-truncated",
         0,

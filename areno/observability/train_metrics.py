@@ -272,7 +272,7 @@ _EVALUATION: _Rows = (
     (
         "loss",
         "",
-        "SFT: mean negative log-prob per response token, in nats. DPO, SimPO and reward models: loss of the pairs",
+        "SFT: mean negative log-prob per response token, in nats. DPO, SimPO and reward models: mean pairwise loss",
     ),
     ("perplexity", "", "SFT: exp(loss)"),
     ("target_tokens", "tokens", "SFT: predicted tokens"),
