@@ -106,8 +106,8 @@ class TypedParser(argparse.ArgumentParser):
         if "explicit argument" in reason:
             value = reason.rpartition("explicit argument ")[2]
             raise UsageError(
-                f"{flag} takes no value, but got {value}; write {flag} without a value, or write "
-                "--no-NAME to turn off the on/off option --NAME"
+                f"{flag} takes no value, but got {value}; write {flag} without a value (to turn off "
+                "an on/off option --NAME, write --no-NAME)"
             )
         raise UsageError(f"{flag} {reason}; see {self.prog} --help".strip())
 

@@ -48,8 +48,8 @@ class PolicyLossOptions:
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Source of proximal log-probs. recompute: forward pass. metrics: recompute and report errors of the other "
-        "methods. loglinear, linear: interpolate behavior and current policy. rollout: behavior policy.",
+        help="Proximal log-probs. recompute: forward pass. loglinear, linear: interpolate between behavior and current policy. "
+        "rollout: behavior policy. metrics: recompute, and report how far the others deviate.",
     )
     m2_threshold: float | None = option(
         None,
@@ -153,7 +153,7 @@ class RejectionSamplingConfig:
             if lower is not None and lower <= 0 and self.action == "mask":
                 yield (
                     "lower",
-                    f"{lower} has no effect on a ratio, which is always positive; use a number such as 0.5, or null",
+                    f"{lower} has no effect, because the ratio is always positive; use a lower bound such as 0.5, or null",
                 )
         elif self.action == "clamp":
             yield (

@@ -239,11 +239,12 @@ class TuningOptions:
         0.9,
         above=0,
         maximum=1,
-        help="Fraction of GPU memory (on a CPU: of host memory) that the tuned run may use. The fraction is taken of the "
-        "memory that other processes do not use.",
+        help="The tuned run may use this fraction of the GPU memory (on a CPU: of the host memory) that other processes leave "
+        "free.",
     )
     tune_max_samples: int = _tuning(
         256,
         minimum=1,
-        help="Maximum that tuning chooses for --max-running-prompts, and for --batch-size times --n-samples.",
+        help="Tuning chooses at most this value for --max-running-prompts, and for the product of --batch-size and "
+        "--n-samples.",
     )

@@ -268,8 +268,8 @@ def _check_choices(
         )
     if adapter is not None and adapter.load_in_4bit and layout.tp_size > 1:
         raise UsageError(
-            f"--load-in-4bit with --tp-size {layout.tp_size}: 4-bit weights cannot be sharded; remove one of the two options "
-            "(without --tp-size, --world-size N puts the full model on each device)"
+            f"--load-in-4bit with --tp-size {layout.tp_size}: 4-bit weights cannot be sharded; remove --load-in-4bit, or "
+            "remove --tp-size, so that each device has a full copy of the model"
         )
     if not layout.fsdp:
         return

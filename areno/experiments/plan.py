@@ -320,9 +320,9 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
         lines += [f"{plan.titles[1]}:", *plan_table(plan.rollout)]
     if plan.share:
         lines.append(
-            "The actor's plan is an upper bound, because it assumes unsharded weights on each rank. With the sharding of "
-            f"actor.backend, a rank needs at most about {plan.share / 2**20:,.1f} MiB, plus the memory of the process "
-            "itself (docs/layouts.md)."
+            "The memory in the actor's plan is an upper bound, because the plan assumes unsharded weights on each rank. With "
+            f"the sharding of actor.backend, a rank needs at most about {plan.share / 2**20:,.1f} MiB, plus the memory of "
+            "the process itself (docs/layouts.md)."
         )
     if plan.transfer:
         lines.append(f"Shared memory for weight transfers: {plan.transfer / 2**20:,.1f} MiB.")

@@ -277,8 +277,8 @@ class RayLauncher(RemoteLauncher):
                 self._remove(groups)
                 raise EngineError(
                     f"Ray has not found room for the workers of {role} ({need.workers} x {_text(bundle)}) within "
-                    f"{_PLACE_S:g} s. Free resources of the whole cluster: {_text(self._ray.available_resources())}. Stop "
-                    "other Ray jobs, add nodes, or request less for this role"
+                    f"{_PLACE_S:g} s. The whole cluster has these free resources: "
+                    f"{_text(self._ray.available_resources())}. Stop other Ray jobs, add nodes, or request less for this role"
                 )
         return groups
 

@@ -59,8 +59,8 @@ _LISTS = {
     "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes the log-probs"),
     "packed_values": (
         "values",
-        "values[i] is the value before token i of the row. For row k of token_rows, use values = [0.0, *scores[k][:-1]], where "
-        "scores = trainer.score_values('critic', token_rows)",
+        "values[i] is the critic's value of the tokens before token i of the row. For row k of token_rows, use "
+        "values = [0.0, *scores[k][:-1]], where scores = trainer.score_values('critic', token_rows)",
     ),
     "packed_returns": ("returns", "areno.compute_gae computes returns from rewards and values"),
 }

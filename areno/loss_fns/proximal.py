@@ -53,7 +53,7 @@ def approximate_proximal(
     if kind == "loglinear":
         return behavior + alpha * (current - behavior)
     if kind != "linear":
-        raise ValueError(f"proximal approximation {kind!r} is unknown; choose one of: {', '.join(APPROXIMATIONS)}")
+        raise ValueError(f"approximate_proximal: kind {kind!r} is unknown; choose one of: {', '.join(APPROXIMATIONS)}")
     # log((1 - alpha) + alpha pi / pi_b), relative to pi_b, which is never 0.
     return behavior + torch.log1p(alpha * (ratio_of(current - behavior) - 1))
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from areno.loss_fns.loss_interface import DataPack, in_float, required
 from areno.loss_fns.units import Names, Quantity, mean_loss, means
 
-_REMEDY = "set values and returns in every row, for example with areno.loss_fns.gae.fill_gae"
+_REMEDY = "set `values` and `returns` in every row, for example with areno.loss_fns.gae.fill_gae"
 
 
 _NAMES: Names = {

@@ -217,7 +217,7 @@ def _approximated(method: str) -> _Rows:
             "the proximal policy",
         ),
         ("rel_error", "abs_error divided by the absolute value of the exact log-prob (prox_logp_gt)"),
-        ("squared_error", "square of abs_error, per trained token"),
+        ("squared_error", "square of abs_error"),
         (
             "behave_imp_weight_abs_error",
             "absolute difference between behave_imp_weight and the same ratio computed with the exact log-prob (prox_logp_gt) "

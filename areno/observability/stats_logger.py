@@ -82,7 +82,7 @@ class StatsLogger:
         if dropped:
             step = self._global_step + 1
             _log.info(
-                "removed %d lines of steps after global step %d from the run's files; the run repeats these steps",
+                "removed %d lines from the run's files, because the run repeats all steps after global step %d",
                 dropped,
                 step,
             )

@@ -148,7 +148,8 @@ def _package(section: str, package: str, pip_name: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"stats_logger.{section}.mode requires the package {package}, which cannot be imported ({error}); "
-            f"run `pip install {pip_name!r}`, or set stats_logger.{section}.mode=disabled (areno train: change --track)"
+            f"run `pip install {pip_name!r}`, or set stats_logger.{section}.mode=disabled (`areno train`: remove --track "
+            f"{section})"
         ) from error
 
 
@@ -159,7 +160,7 @@ def _opened(section: str, opening: Callable[[], Any]) -> Any:
     except Exception as error:
         raise UsageError(
             f"{section} failed to start: {error}; check the login and the address of the service, or set "
-            f"stats_logger.{section}.mode=disabled (areno train: change --track)"
+            f"stats_logger.{section}.mode=disabled (`areno train`: remove --track {section})"
         ) from error
 
 

@@ -219,7 +219,7 @@ _PAIRS: _Rows = (
     (
         "{dpo,pair}_reward_margin",
         "reward",
-        "implicit reward of the chosen answer minus that of the rejected answer. For DPO, the value equals `dpo_margin`",
+        "implicit reward of the chosen answer minus that of the rejected answer. `dpo_reward_margin` equals `dpo_margin`",
     ),
     (
         "{dpo,pair}_{chosen,rejected}_reward",

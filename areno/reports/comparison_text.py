@@ -8,7 +8,7 @@ from areno.reports.divergence import StepDifference
 
 _WIDTH = 48  # characters of a value
 _METRICS = 6  # metrics of a step that are listed
-_ROUNDING = "a rounding difference, for example due to another processor, has grown since the last bit-equal step"
+_ROUNDING = "a rounding difference, for example due to another processor, has grown from step to step"
 _NO_CAUSE = {
     "prompts": "the data may have changed, or the batches of an asynchronous rollout depended on timing",
     "sampled tokens": "the number of threads, the rounding of operations, or the timing of an asynchronous rollout may differ",

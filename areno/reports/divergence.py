@@ -373,7 +373,8 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
         key, position, sampled_there = earliest
         what = "sampled tokens" if sampled_there else "tokens that were not sampled (tool results, messages)"
         before = (
-            f"; before these differences, the log-probs of the {count} sampled tokens agree to within {max(gap, 1e-6):.0e}"
+            f"; the log-probs of the {count} sampled tokens before the first different token of each sample agree to within "
+            f"{max(gap, 1e-6):.0e}"
             if count
             else ""
         )

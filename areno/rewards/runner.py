@@ -274,7 +274,7 @@ class RewardRunner:
 
     def _message(self, record: RewardRecord, index: int, reason: str) -> str:
         description = describe_record(record)
-        failed = f"the answer with {description}" if description else f"record {index + 1} of its batch"
+        failed = f"the answer with {description}" if description else f"record {index + 1} of the batch"
         reference = f"  reference answer: {_shorten(record.answer)}\n" if record.answer is not None else ""
         return (
             f"reward function {self.name} failed on {failed}: {reason}\n"

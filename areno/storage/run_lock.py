@@ -48,7 +48,7 @@ def run_lock(folder: Path, remedy: str) -> Iterator[None]:
         descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UsageError(
-            f"cannot create {error.filename or folder} ({error.strerror or error}); correct this, {remedy}"
+            f"cannot create {error.filename or folder} ({error.strerror or error}); fix this error, {remedy}"
         ) from error
     _descriptors.add(descriptor)
     held = False

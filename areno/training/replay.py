@@ -54,7 +54,8 @@ class RecordedStep:
         """Replace rewards with weighted sums of their parts. Raises UsageError if a reward has no parts."""
         if not all(parts_of(row.reward) for row in self.saved.rows):
             raise UsageError(
-                "the recorded rewards have no parts, so weights have no effect; remove the weights of the parts"
+                "the recorded rewards have no parts, so weights have no effect; remove the option --reward-weights or the "
+                "setting reward.weights"
             )
         parts = RewardParts(weights)
         for row in self.saved.rows:

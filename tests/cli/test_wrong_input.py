@@ -18,7 +18,8 @@ TRAIN = [
     ([*GSPO, "--greedy=yes and no"], "--greedy takes no value, but got 'yes and no'; write"),
     (
         [*GSPO, "--shuffle=no"],
-        "--shuffle takes no value, but got 'no'; write --shuffle without a value, or write --no-NAME",
+        "--shuffle takes no value, but got 'no'; write --shuffle without a value (to turn off an on/off option --NAME, write "
+        "--no-NAME)",
     ),
     ([*GSPO, "--epochs", "ten"], "--epochs 'ten': expected an integer"),
     ([*GSPO, "--epochs", "2.5"], "--epochs '2.5': expected an integer"),

@@ -240,7 +240,7 @@ def test_a_process_that_violates_the_protocol_costs_one_episode_and_is_replaced(
         return await processes.run(cloudpickle.dumps(Forger()), {"answer": text}, {}, {}, 60)
 
     async def both() -> None:
-        with pytest.raises(AgentError, match=r"violated the protocol|sent an invalid message"):
+        with pytest.raises(AgentError, match="sent an invalid message"):
             await ask(answer)
         assert await ask("") == 1.0
 

@@ -179,7 +179,7 @@ def test_m2po_drops_the_tokens_that_moved_most_until_the_mean_is_below_the_thres
         ({"metric": "k3"}, "metric 'k3' is unknown"),
         ({"agg": "min"}, "agg 'min' is unknown"),
         ({"upper": 1.0}, "upper 1.0 would reject every increase in probability"),
-        ({"lower": 0.0}, "lower 0.0 has no effect on a ratio"),
+        ({"lower": 0.0}, "lower 0.0 has no effect, because the ratio is always positive"),
         ({"metric": "kl_k2", "upper": 0.0}, "because kl_k2 is then positive"),
         ({"metric": "kl_k1", "upper": -1.0, "lower": 0.0}, "lower 0.0 is above upper -1.0"),
         ({"agg": "sum"}, "agg sum has no effect if level is token"),

@@ -58,7 +58,7 @@ def test_a_prediction_that_moved_far_enough_towards_its_target_gets_no_gradient(
 def test_a_batch_without_targets_is_refused(missing):
     batch = make_batch([3])
     del batch.pack[missing]
-    with pytest.raises(ValueError, match=f"value_loss_fn needs {missing}.*set values and returns in every row"):
+    with pytest.raises(ValueError, match=f"value_loss_fn needs {missing}.*set `values` and `returns` in every row"):
         value_loss_fn(batch.pack, batch.logprobs)
 
 

@@ -335,7 +335,9 @@ def test_step_0_of_an_experiment_may_be_the_model_after_its_first_update(tmp_pat
         checkpoint(run, 1, "recover/step_000001")
         text = kept(data := RunData(run), OptionAdvice(data), 0)
         if before:
-            assert text == "The best model is the initial model or the model after the first step."
+            assert text == (
+                "The best model is the initial model or the model after the first step (both evaluations have the number 0)."
+            )
         else:
             assert text == "The model of step 0 is kept in checkpoints/recover/step_000001."
 

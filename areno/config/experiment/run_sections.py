@@ -95,7 +95,7 @@ class SaverConfig(FrequencyConfig):
     mode: str = setting(
         "auto",
         "Write each model while training waits (sync), write a copy of the model in the background (async), or save "
-        "no models (off). auto is async for models on one device without an adapter, else sync.",
+        "no models (off). auto: async if the model is on one device and has no adapter, else sync.",
         choices=("auto", "sync", "async", SAVES_NOTHING),
     )
 
@@ -126,8 +126,8 @@ class RecoverConfig(FrequencyConfig):
 
     mode: str = setting(
         "disabled",
-        "With on or auto, write recovery checkpoints, and resume from the newest checkpoint if one exists. With "
-        "off or disabled, neither write recovery checkpoints nor resume.",
+        "Write recovery checkpoints, and resume from the newest checkpoint if one exists (on or auto), or do neither "
+        "(off or disabled).",
         choices=("on", "off", "auto", "disabled"),
     )
     retries: int = setting(

@@ -57,7 +57,7 @@ class ClusterSpecConfig:
     )
     n_nodes: int = setting(
         1,
-        "Number of machines. Without Ray or Slurm, areno uses one machine and treats AReaL's default, 32, as 1.",
+        "Number of machines. Without Ray or Slurm, areno uses one machine, and accepts only 1 or 32 (AReaL's default).",
         minimum=1,
         documented=32,
         shown="1",
@@ -114,8 +114,8 @@ class SchedulingSpec:
     )
     mem: int = _cluster(
         32,
-        "Requested memory in GB per GPU (without GPUs: per worker). With the special value 32, "
-        "areno requests no specific amount.",
+        "Requested memory in GB per GPU (without GPUs: per worker). The value 32 (the default) means that areno requests no "
+        "specific amount.",
         minimum=1,
     )
     port_count: int = _worker(2, "Number of ports that the worker may open.", minimum=1)
@@ -159,7 +159,8 @@ class SchedulingStrategy:
     target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
         True,
-        "Whether a colocated role runs in its own process. If false, rollout and training alternate on the actor's engine.",
+        "Whether rollout and training on shared devices run in separate processes. If false, both use the actor's engine in "
+        "turns. For other roles, the setting has no effect.",
     )
 
     def problems(self) -> Problems:

@@ -89,7 +89,8 @@ class AgentWorkflow(RolloutWorkflow):
         turns = list(itertools.dropwhile(lambda turn: not turn.tokens, session.recorder.turns))
         if not turns:
             raise AgentError(
-                f"agent {name_of(self.agent)} ended without a model answer; pass base_url and api_key to the agent's client"
+                f"agent {name_of(self.agent)} ended without a model answer; let the agent's client use the arguments base_url "
+                "and api_key of the method `run`"
             )
         if all(turn.reward is None for turn in turns):
             raise AgentError(

@@ -86,7 +86,7 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
     """Let a process run the agent of a pickled job. Return a list of two items.
 
     The list is ``["value", REWARDS]`` if the agent succeeded, and ``["error", TRACEBACK]`` if the agent failed. If the process
-    died or violated the protocol, the list is ``["died", REASON]``.
+    died or sent an invalid message, the list is ``["died", REASON]``.
     """
     try:
         worker.frames.send(job)
@@ -98,7 +98,7 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
     except (EOFError, OSError):
         return ["died", worker.exit_reason()]
     except (FrameError, ValueError, TypeError, RecursionError) as error:
-        return ["died", f"the process violated the protocol and was stopped: {error}"]
+        return ["died", f"the agent's process sent an invalid message and was stopped: {error}"]
     return ["died", f"the agent's process sent an invalid message of kind {kind!r:.80} and was stopped"]
 
 
