@@ -82,8 +82,8 @@ class _Terms:
 
     Log-probs and advantages are 0 outside the response mask.
 
-    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the tokens of the sequence for which
-    ``weights.keep`` is True. ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
+    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the kept tokens of the sequence, which
+    are the tokens with ``weights.keep`` True. ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
     """
 
     mask: Tensor
