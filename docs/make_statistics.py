@@ -24,8 +24,9 @@ INTRODUCTIONS = {
         "[mask tokens](algorithms.md#algorithms-that-share-one-policy-loss). Masked tokens do not contribute to the loss."
     ),
     "Proximal log-probs": (
-        "With `prox_logp_method=metrics`, areno recomputes the log-probs of the tokens under the proximal policy\n"
-        "(`prox_logp_gt`). For comparison, areno also approximates these log-probs (`approx_logp`) with each of the methods\n"
+        "The proximal policy is the policy at the start of the update. With `prox_logp_method=metrics`, areno computes the\n"
+        "exact log-probs of the tokens under this policy (`prox_logp_gt`). For comparison, areno also approximates these\n"
+        "log-probs (`approx_logp`) with each of the methods\n"
         "[`loglinear`, `linear` and `rollout`](algorithms.md#algorithms-that-share-one-policy-loss)."
     ),
 }

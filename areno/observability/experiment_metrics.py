@@ -79,7 +79,7 @@ _BATCH: _Rows = (
     ("kl_rewards", "KL reward of each sample: -kl_ctl times the sum of the KL estimates of its trained tokens"),
     (
         "final_reward",
-        "reward of each response after overlong penalty, bias, scaling, clipping and normalization, plus its KL reward",
+        "reward of each response after overlong penalty, bias, scaling, clipping and normalization, plus kl_rewards",
     ),
     ("no_eos_ratios", "1 for a truncated response, 0 for a complete one"),
     ("prompt_len", "length of each prompt, in tokens"),
@@ -127,8 +127,7 @@ _UPDATE: _Rows = (
     ),
     (
         "dual_clip_ratio",
-        "fraction of tokens with a loss limited by the dual clip, among the trained tokens not masked by rejection sampling or "
-        "M2PO",
+        "among the trained tokens not masked by rejection sampling or M2PO: fraction of tokens whose loss the dual clip limits",
     ),
     (
         "behave_imp_weight",
@@ -153,13 +152,13 @@ _UPDATE: _Rows = (
     ),
     (
         "sapo_scaled_gate_pos",
-        "with SAPO, for each token with an advantage above 0: factor of the advantage in the loss, "
-        "(4 / sapo_tau_pos) times sapo_soft_gate",
+        "with SAPO, for each token with an advantage above 0: (4 / sapo_tau_pos) times sapo_soft_gate, by which the loss "
+        "multiplies the advantage",
     ),
     (
         "sapo_scaled_gate_neg",
-        "with SAPO, for each token with an advantage of 0 or less: factor of the advantage in the loss, "
-        "(4 / sapo_tau_neg) times sapo_soft_gate",
+        "with SAPO, for each token with an advantage of 0 or less: (4 / sapo_tau_neg) times sapo_soft_gate, by which the "
+        "loss multiplies the advantage",
     ),
 )
 _UPDATE_COUNTS: _Rows = (
@@ -186,7 +185,8 @@ _UPDATE_COUNTS: _Rows = (
 _LOGP: _Rows = (
     (
         "prox_logp_gt",
-        "log-prob of each trained token under the proximal policy, recomputed in an additional forward pass",
+        "exact log-prob of each trained token under the proximal policy (the policy at the start of the update), computed in "
+        "an additional forward pass",
     ),
     ("kl_div_direct", "k1 estimate of KL(behavior policy, proximal policy), per token"),
     ("kl_div_taylor", "k2 estimate of KL(behavior policy, proximal policy), per token"),
@@ -199,42 +199,42 @@ def _approximated(method: str) -> _Rows:
         (
             "approx_logp",
             "log-prob of each trained token under the proximal policy (the policy at the start of the update), approximated "
-            f"as with the setting prox_logp_method={method}",
+            f"with the method {method} of the setting prox_logp_method",
         ),
         (
             "behave_imp_weight",
-            "approximate importance ratio of the proximal policy relative to the behavior policy: exp(approx_logp - old_logp), "
-            "per trained token",
+            "exp(approx_logp - old_logp) of each trained token, which approximates the importance ratio of the proximal policy "
+            "relative to the behavior policy",
         ),
         (
             "importance_weight",
-            "approximate importance ratio of the current policy relative to the proximal policy: exp(new_logp - approx_logp), "
-            "per trained token",
+            "exp(new_logp - approx_logp) of each trained token, which approximates the importance ratio of the current policy "
+            "relative to the proximal policy",
         ),
         (
             "abs_error",
-            "absolute difference between the approximate log-prob (approx_logp) and the exact log-prob (prox_logp_gt) under "
-            "the proximal policy",
+            "error of the approximate log-prob under the proximal policy: abs(approx_logp - prox_logp_gt), where prox_logp_gt "
+            "is the exact log-prob",
         ),
-        ("rel_error", "abs_error divided by the absolute value of the exact log-prob (prox_logp_gt)"),
+        ("rel_error", "abs_error divided by abs(prox_logp_gt), where prox_logp_gt is the exact log-prob"),
         ("squared_error", "square of abs_error"),
         (
             "behave_imp_weight_abs_error",
-            "absolute difference between behave_imp_weight and the same ratio computed with the exact log-prob (prox_logp_gt) "
-            "instead of approx_logp",
+            "error of behave_imp_weight: abs(exp(approx_logp - old_logp) - exp(prox_logp_gt - old_logp)), where "
+            "prox_logp_gt is the exact log-prob",
         ),
         (
             "behave_imp_weight_rel_error",
-            "behave_imp_weight_abs_error divided by the ratio computed with the exact log-prob (prox_logp_gt)",
+            "behave_imp_weight_abs_error divided by the exact importance ratio, exp(prox_logp_gt - old_logp)",
         ),
         (
             "importance_weight_abs_error",
-            "absolute difference between importance_weight and the same ratio computed with the exact log-prob (prox_logp_gt) "
-            "instead of approx_logp",
+            "error of importance_weight: abs(exp(new_logp - approx_logp) - exp(new_logp - prox_logp_gt)), where "
+            "prox_logp_gt is the exact log-prob",
         ),
         (
             "importance_weight_rel_error",
-            "importance_weight_abs_error divided by the ratio computed with the exact log-prob (prox_logp_gt)",
+            "importance_weight_abs_error divided by the exact importance ratio, exp(new_logp - prox_logp_gt)",
         ),
     )
 
