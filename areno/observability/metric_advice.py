@@ -148,7 +148,7 @@ ADVICE: dict[str, Advice] = {
         "near 0 with a synchronous rollout and one optimizer step per batch", _OFF_POLICY, 0, 0.2
     ),
     "train/pg_clipfrac_lower": Advice("near 0", _OFF_POLICY, 0, 0.01),
-    "train/ppo_kl": Advice("the policy changes little in a step", _OFF_POLICY, -0.02, 0.05),
+    "train/ppo_kl": Advice("near 0, because the policy changes little in a step", _OFF_POLICY, -0.02, 0.05),
     "train/logp_abs_diff_mean": Advice(
         f"about 1e-7 in fp32 on a CPU, 0.001 to 0.02 in bf16. areno warns above {LOGPROB_GAP_LIMIT_FP32:g} in fp32, "
         f"and above {LOGPROB_GAP_LIMIT:g} otherwise. With an asynchronous rollout, the weights change "
@@ -223,7 +223,7 @@ ADVICE: dict[str, Advice] = {
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
         "",
-        "The log shows the number of forks per cause, and docs/agentic.md explains the causes",
+        "The log counts forks of conversations by cause, and docs/agentic.md explains the causes",
         0,
         0,
     ),
@@ -265,7 +265,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "train/rm_loss": Advice("starts at 0.69, then falls", _RISING_PAIRS, 0, 0.75),
     "train/rm_accuracy": Advice(
-        "0 in the first step, because a new head gives all answers equal scores. Later 0.6 to 0.9", _RISING_PAIRS
+        "0 in the first step, because a new reward head gives all answers equal scores. Later 0.6 to 0.9", _RISING_PAIRS
     ),
     "train/critic_explained_variance": Advice(
         "values below 0 are normal only in the first steps. Later usually at least 0.3",
