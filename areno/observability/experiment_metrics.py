@@ -152,13 +152,13 @@ _UPDATE: _Rows = (
     ),
     (
         "sapo_scaled_gate_pos",
-        "with SAPO, for each token with an advantage above 0: (4 / sapo_tau_pos) times sapo_soft_gate, by which the loss "
-        "multiplies the advantage",
+        "with SAPO, for each token with an advantage above 0: factor by which the loss multiplies the advantage, "
+        "(4 / sapo_tau_pos) times sapo_soft_gate",
     ),
     (
         "sapo_scaled_gate_neg",
-        "with SAPO, for each token with an advantage of 0 or less: (4 / sapo_tau_neg) times sapo_soft_gate, by which the "
-        "loss multiplies the advantage",
+        "with SAPO, for each token with an advantage of 0 or less: factor by which the loss multiplies the advantage, "
+        "(4 / sapo_tau_neg) times sapo_soft_gate",
     ),
 )
 _UPDATE_COUNTS: _Rows = (
@@ -199,7 +199,7 @@ def _approximated(method: str) -> _Rows:
         (
             "approx_logp",
             "log-prob of each trained token under the proximal policy (the policy at the start of the update), approximated "
-            f"with the method {method} of the setting prox_logp_method",
+            f"by the method {method} of the setting prox_logp_method",
         ),
         (
             "behave_imp_weight",
@@ -220,21 +220,19 @@ def _approximated(method: str) -> _Rows:
         ("squared_error", "square of abs_error"),
         (
             "behave_imp_weight_abs_error",
-            "error of behave_imp_weight: abs(exp(approx_logp - old_logp) - exp(prox_logp_gt - old_logp)), where "
-            "prox_logp_gt is the exact log-prob",
+            "absolute difference between behave_imp_weight and the exact ratio, exp(prox_logp_gt - old_logp)",
         ),
         (
             "behave_imp_weight_rel_error",
-            "behave_imp_weight_abs_error divided by the exact importance ratio, exp(prox_logp_gt - old_logp)",
+            "behave_imp_weight_abs_error divided by the exact ratio, exp(prox_logp_gt - old_logp)",
         ),
         (
             "importance_weight_abs_error",
-            "error of importance_weight: abs(exp(new_logp - approx_logp) - exp(new_logp - prox_logp_gt)), where "
-            "prox_logp_gt is the exact log-prob",
+            "absolute difference between importance_weight and the exact ratio, exp(new_logp - prox_logp_gt)",
         ),
         (
             "importance_weight_rel_error",
-            "importance_weight_abs_error divided by the exact importance ratio, exp(new_logp - prox_logp_gt)",
+            "importance_weight_abs_error divided by the exact ratio, exp(new_logp - prox_logp_gt)",
         ),
     )
 
@@ -243,8 +241,8 @@ _VERSIONS: _Rows = (
     *(
         (
             f"sample_staleness_{policy}_{part}",
-            f"{statistic} over the trained tokens: weight version {when} the update minus the version that sampled "
-            "the token",
+            f"{statistic} staleness of the trained tokens: number of weight updates between the version that sampled the token "
+            f"and the version {when} this update",
         )
         for policy, when in (("proximal", "before"), ("theta", "after"))
         for part, statistic in (("avg", "mean"), ("max", "maximum"), ("min", "minimum"))
@@ -284,7 +282,7 @@ _TIMES: _Rows = (
     ("step", "time of the whole step, excluding saving and evaluation"),
     ("rollout", "time spent waiting for a batch of episodes"),
     ("rollout_pause", "longest pause of a replica's generation during the weight update"),
-    ("recompute_logp", "time to compute log-probs under the policy before the update"),
+    ("recompute_logp", "time to compute the policy's log-probs before the update"),
     ("ref_logp", "time to compute the reference's log-probs"),
     ("teacher_logp", "time to compute the teacher's log-probs"),
     ("critic_values", "time to compute the critic's values"),

@@ -255,8 +255,8 @@ class HealthMonitor:
         seen = f"{equal} for {{n}} steps: nothing can be learned from equal rewards. "
         if self._opposed:
             return (
-                f"{seen}The policy may exploit the reward instead of solving the task: reward parts have moved in opposite "
-                "directions (see the earlier warning)"
+                f"{seen}The policy may be exploiting the reward instead of solving the task: reward parts have moved in "
+                "opposite directions while the total reward rose (see the earlier warning)"
             )
         if self._moved < 0 and low == high:
             return f"{seen}Earlier rewards were higher: the policy has collapsed. Start again with a lower --lr"

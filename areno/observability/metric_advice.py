@@ -113,9 +113,9 @@ ADVICE: dict[str, Advice] = {
         0,
     ),
     "train/loss": Advice(
-        "near 0 without a trend for GSPO and GRPO. For SFT, DPO and reward models, the loss falls",
-        "With RL, watch the reward instead. If the loss of SFT, DPO or a reward model does not fall, raise --lr. If "
-        "this loss jumps, lower --lr",
+        "near 0, with no trend, for GSPO and GRPO. For SFT, DPO and reward models, the loss falls",
+        "With RL, watch the reward instead. With SFT, DPO and reward models, raise --lr if the loss does not fall, and "
+        "lower --lr if the loss jumps",
     ),
     "train/policy_loss": Advice(
         "no trend, because the policy loss does not measure success",
@@ -242,7 +242,8 @@ ADVICE: dict[str, Advice] = {
         low=0,
     ),
     "train/dpo_accuracy": Advice(
-        "0 to 0.5 in the first step of DPO, because the policy equals the reference up to rounding. Later 0.6 to 0.95",
+        "0 to 0.5 in the first step of DPO: all implicit rewards are 0 up to rounding, and a tie counts as 0. "
+        "Later 0.6 to 0.95",
         _RISING_PAIRS,
     ),
     "train/dpo_reward_margin": Advice("rises above 0. In DPO, the margin starts at 0", _RISING_PAIRS),

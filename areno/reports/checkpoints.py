@@ -41,7 +41,9 @@ def kept(run: RunData, advice: OptionAdvice, step: int) -> str:
     if step == 0 and not run.is_experiment:
         return "The best model is the initial model."
     if step == 0 and advice.value("--eval-before-train"):  # an evaluation before training also has step 0
-        return "The best model is the initial model or the model after the first step (both evaluations have the number 0)."
+        return (
+            "The best model is the initial model or the model after the first step (both evaluations count as step 0)."
+        )
     model_folder = None
     with suppress(*_UNREADABLE):
         folder = CheckpointFolder(checkpoints_of(run.path, "areno report"))

@@ -14,7 +14,7 @@ _NO_CAUSE = {
     "sampled tokens": "the number of threads, the rounding of operations, or the timing of an asynchronous rollout may differ",
     "log-probs": "the model's files may have changed, or an earlier difference was too small to be reported",
     "rewards": "the reward function may have changed, or may be random",
-    "advantages": "the rewards of samples that were not recorded may differ",
+    "advantages": "samples that were not recorded may have different rewards",
     "update": "samples that were not recorded may differ, or the computation is not deterministic",
     "evaluation": "the evaluation may sample at random, or its data or reward function may have changed",
 }

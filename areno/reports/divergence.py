@@ -373,8 +373,8 @@ def _tokens_differ(a: _Samples, b: _Samples, common: list[tuple[int, int]]) -> s
         key, position, sampled_there = earliest
         what = "sampled tokens" if sampled_there else "tokens that were not sampled (tool results, messages)"
         before = (
-            f"; the log-probs of the {count} sampled tokens before the first different token of each sample agree to within "
-            f"{max(gap, 1e-6):.0e}"
+            "; before the first token that differs in each sample, the log-probs of the sampled tokens "
+            f"({count} in total) agree to within {max(gap, 1e-6):.0e}"
             if count
             else ""
         )

@@ -240,7 +240,7 @@ def comparisons(run: RunData, samples: RunSamples) -> tuple[str, list[Comparison
         note = f"Answers to held-out prompts, from the evaluations at steps {min(answers)} and {max(answers)}."
     else:
         pairs = [(samples.texts(early), samples.texts(late)) for early, late in samples.recurring[:COMPARED]]
-        note = "The first and the last recorded answers to training prompts that were sampled in several steps."
+        note = "Training prompts that were sampled in several steps, each with its first and its last recorded answer."
     return note, [_comparison(*pair) for pair in pairs[:COMPARED]]
 
 

@@ -30,7 +30,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         400: "A field is invalid.",
         401: "The API key is missing or invalid.",
         403: "The Host header is not allowed.",
-        404: "The model, or the response to be rewarded, does not exist.",
+        404: "The model, or the response whose reward is to be set, does not exist.",
         413: "The body is too large.",
         429: "The queue is full.",
         503: "The model is loading, the server is shutting down, or the engine has failed.",

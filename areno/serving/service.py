@@ -206,7 +206,7 @@ class Service:
             raise bad_field("n", message, code="too_many_samples")
         taken = self.open_samples + self._preparing_samples
         if taken + samples > limit:
-            message = f"the queue is full ({taken} of {limit} samples); retry later"
+            message = f"the queue has no room for {samples} samples ({taken} of {limit} places are taken); retry later"
             raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
     def generate(self, requests: Sequence[Request], streams: bool) -> Generation:

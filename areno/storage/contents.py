@@ -127,7 +127,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"{path} is not a valid state ({error}); resume from another checkpoint"
         ) from error
     if expected is not None and expected != _state_digest(state):
-        raise DamagedCheckpointError(f"{path} does not match the SHA-256 that it contains")
+        raise DamagedCheckpointError(
+            f"{path} is damaged: its content does not match the SHA-256 stored in the same file"
+        )
     if (written := state.pop("format", FORMAT)) != FORMAT:
         raise CheckpointError(
             f"{checkpoint} has format {written!r}, but this version of areno reads format {FORMAT}; resume the run with the "

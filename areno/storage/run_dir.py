@@ -168,7 +168,7 @@ class RunDirectory:
             index = index_path(self.samples_path)
             raise ArenoError(
                 f"{self.samples_path}: the sample at byte {entry['offset']} is damaged, or its {entry['length']} bytes exceed "
-                f"the limit of {MAX_BYTES}; if {index.name} does not belong to this file, delete {index.name}"
+                f"the limit of {MAX_BYTES}; if the index {index.name} belongs to another file, delete this optional index"
             )
         return record
 

@@ -58,8 +58,8 @@ def warn_about_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
     if marker is not None:
         _warned.add(tokenizer)
         logger.warning(
-            "%s: the prompt contains the chat template marker %r, and the model's chat template adds its own markers; remove "
-            "the markers from the prompts with a dataset loader (areno train: --dataset-loader-fn, areno run: "
+            "%s: the prompt contains the chat template marker %r, and the model's chat template adds its own markers; use a "
+            "dataset loader that removes the markers (areno train: --dataset-loader-fn, areno run: "
             "train_dataset.dataset_kwargs.loader), or write each prompt as a list of messages (role and content)",
             *(where, marker),
         )

@@ -282,5 +282,5 @@ def test_after_opposed_parts_no_warning_claims_a_solved_task_or_suggests_a_highe
                 monitor, step, rewards=[WeightedReward(9.0, {"length": 9.0})] * 4, truncated=(True, True)
             )
         ]
-        assert "The policy may exploit the reward instead of solving the task" in text
+        assert "The policy may be exploiting the reward instead of solving the task" in text
         assert "opposite directions" in text

@@ -108,8 +108,8 @@ def advantage(record):
         (set_prompt, 0, "prompts", r"prompt 0 is 'Question 0' in the first run and 'Another question' in the second"),
         (template, 0, "prompts", "prompt 0 has the same text, but different tokens: the tokenizer or the chat template"),
         (logprobs, 0, "log-probs", r"log-probs of equal tokens differ by up to 3\.0e-03 \(sample 2/0/0\)"),
-        (tokens, 0, "sampled tokens", "2/0/0 on, sampled tokens differ; the log-probs of the 14 sampled tokens before the "
-         "first different token of each sample agree to within"),
+        (tokens, 0, "sampled tokens", r"2/0/0 on, sampled tokens differ; before the first token that differs in each "
+         r"sample, the log-probs of the sampled tokens \(14 in total\) agree to within"),
         (reward, 0, "rewards", r"sample 2/0/0 is 0 in the first run and 0\.5 in the second \(short: 0\.0 and 0\.5\)"),
         (advantage, 0, "advantages", r"rewards are the same, but the advantage of sample 2/0/0 is -0\.5 in the first run"),
     ],

@@ -336,7 +336,7 @@ def test_step_0_of_an_experiment_may_be_the_model_after_its_first_update(tmp_pat
         text = kept(data := RunData(run), OptionAdvice(data), 0)
         if before:
             assert text == (
-                "The best model is the initial model or the model after the first step (both evaluations have the number 0)."
+                "The best model is the initial model or the model after the first step (both evaluations count as step 0)."
             )
         else:
             assert text == "The model of step 0 is kept in checkpoints/recover/step_000001."

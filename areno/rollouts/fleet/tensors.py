@@ -82,9 +82,9 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
             )
         if spec.name not in trainer_shapes and model.adapter is not None and not model.adapter.merges:
             raise UsageError(
-                "the rollout replicas have no adapter, so they need merged weights. The trainer's adapter cannot be merged "
-                "exactly, because exact merging requires plain LoRA with fp32 weights on a CPU; give the fleet an "
-                "EngineConfig with the trainer's adapter"
+                "the rollout replicas have no adapter, so they need merged weights, but the trainer's adapter cannot be merged "
+                "exactly. Exact merging requires plain LoRA, and a trainer on CPU with fp32 weights. To load the adapter in "
+                "the replicas, give the fleet an EngineConfig with the trainer's adapter"
             )
 
 
