@@ -118,8 +118,8 @@ def prepared(options: ReplayOptions, replay: RecordedStep) -> RecordedStep:
         return replay
     if config.turn_discount is not None:
         raise UsageError(
-            "--turn-discount needs the rewards of turns, which are not recorded, so a replay cannot recompute the "
-            "advantages; remove the options that change the advantages"
+            "with --turn-discount, a replay cannot recompute the advantages, because the rewards of turns are not recorded; "
+            "remove the options that affect the advantages, such as --advantage"
         )
     return replay.reshaped(", ".join(options.changes), by_group=issubclass(kind, PolicyOnlyTrainer))
 

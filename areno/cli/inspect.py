@@ -30,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
         prog="areno inspect",
         description="List the newest samples of a run, or show one sample (--sample): its conversation, if recorded, and "
         "its tokens. Each token that was sampled or trained on is shown with its role, log-prob at sampling time and "
-        "advantage; * marks tokens that are trained on.",
+        "advantage; * marks tokens that were trained on.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The run directory.")

@@ -351,7 +351,7 @@ VERL: dict[str, Rule] = {
     ),
     f"{ACTOR}.fsdp_config.optimizer_offload": Rule("--offload-optimizer", value=_switch),
     f"{ACTOR}.ulysses_sequence_parallel_size": Rule(
-        note="in an experiment (`areno run`), actor.backend=fsdp:dNcM divides the tokens of each forward pass among M ranks"
+        note="in an experiment (`areno run`), actor.backend=fsdp:d2c4 divides the tokens of each forward pass among c=4 ranks"
     ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Rule("--activation-checkpointing", value=_switch),
     "actor_rollout_ref.model.use_remove_padding": Rule(note=_ALWAYS),

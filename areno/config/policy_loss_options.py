@@ -48,8 +48,8 @@ class PolicyLossOptions:
     prox_logp_method: str = option(
         "recompute",
         choices=(*_FORWARD_PASS, "loglinear", "linear", "rollout"),
-        help="Proximal log-probs. recompute: forward pass. loglinear, linear: interpolate between behavior and current policy. "
-        "rollout: behavior policy. metrics: recompute, and report how far the others deviate.",
+        help="Source of proximal log-probs: forward pass (recompute), interpolation of behavior and current policy (loglinear, "
+        "linear) or rollout. metrics: recompute, and report the errors of the other methods.",
     )
     m2_threshold: float | None = option(
         None,
@@ -118,7 +118,7 @@ class RejectionSamplingConfig:
     metric: str = option(
         "ratio",
         choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
-        help="Quantity with the bounds `upper` and `lower`: importance weight r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), "
+        help="Quantity that `upper` and `lower` limit: importance weight r (ratio), log r (kl_k1), (log r)^2 / 2 (kl_k2), "
         "r - log r - 1 (kl_k3), or the larger of forward and reverse Bernoulli KL (binary_kl).",
     )
     agg: str = option(
@@ -158,7 +158,7 @@ class RejectionSamplingConfig:
         elif self.action == "clamp":
             yield (
                 "action",
-                f"clamp works only if metric is ratio, but metric is {self.metric}; set action to mask, or metric to ratio",
+                f"clamp works only with metric=ratio, but metric is {self.metric}; set action=mask or metric=ratio",
             )
         if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
             yield (

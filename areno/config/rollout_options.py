@@ -105,8 +105,8 @@ class RolloutOptions:
     rollout_replicas: int = _rollout_free(
         1,
         minimum=1,
-        help="Number of rollout replicas (with --rollout async) or inference servers. Each replica or server has "
-        "--tp-size ranks.",
+        help="Number of rollout replicas with --rollout async, or of servers with --rollout-backend vllm or sglang. "
+        "Each replica or server has --tp-size ranks.",
     )
     rollout_backend: str = _rollout(
         "areno",

@@ -326,7 +326,7 @@ def _replicas(options: TrainOptions) -> Iterator[str]:
         yield f"{flag} with --load-in-4bit: rollout processes cannot use 4-bit weights; use only one of them"
     if options.tune_params:
         yield (
-            f"{flag} with --tune-params: tuning does not cover the memory of rollout processes; remove --tune-params and "
+            f"{flag} with --tune-params: tuning ignores the memory of rollout processes; remove --tune-params and "
             f"set the batch sizes yourself, or remove {flag}"
         )
 

@@ -64,8 +64,8 @@ def _beside(role: str, need: RoleNeed, span: int, holders: Sequence[str]) -> lis
 def divided_places(role: str, need: RoleNeed, nodes: Sequence[str]) -> str:
     """Return the error message for a colocated worker whose GPUs would be on several nodes."""
     return (
-        f"a worker of {role} needs {need.gpu} GPUs on one node, but it shares GPUs of {need.beside} on several nodes "
-        f"({', '.join(nodes)}); use smaller parallel sizes in {role}.backend, or change "
+        f"a worker of {role} needs {need.gpu} GPUs on one node, but the GPUs that it shares with {need.beside} are on several "
+        f"nodes ({', '.join(nodes)}); use smaller parallel sizes in {role}.backend, or change "
         f"{need.beside}.backend so that {need.beside} uses all GPUs of each node"
     )
 

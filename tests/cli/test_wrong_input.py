@@ -112,7 +112,7 @@ TRAIN = [
     ),
     (
         [*GSPO, "--rollout", "async", "--tune-params"],
-        "--rollout async with --tune-params: tuning does not cover the memory of rollout processes",
+        "--rollout async with --tune-params: tuning ignores the memory of rollout processes",
     ),
     (
         [*GSPO, "--rollout", "async", "--lora-rank", "4", "--load-in-4bit"],

@@ -183,7 +183,7 @@ def test_m2po_drops_the_tokens_that_moved_most_until_the_mean_is_below_the_thres
         ({"metric": "kl_k2", "upper": 0.0}, "because kl_k2 is then positive"),
         ({"metric": "kl_k1", "upper": -1.0, "lower": 0.0}, "lower 0.0 is above upper -1.0"),
         ({"agg": "sum"}, "agg sum has no effect if level is token"),
-        ({"metric": "kl_k3", "action": "clamp"}, "clamp works only if metric is ratio, but metric is kl_k3"),
+        ({"metric": "kl_k3", "action": "clamp"}, "clamp works only with metric=ratio, but metric is kl_k3"),
     ],
 )
 def test_errors_name_bad_bounds(options, text):

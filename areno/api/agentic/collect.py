@@ -184,7 +184,8 @@ class AgentRunner:
                 return CollectedSamples([samples[place] for place in sorted(samples)], errors, rerun)
             batches, rerun, attempt = [batch.only([item]) for item in again], rerun + len(again), attempt + 1
             logger.warning(
-                "retrying %d unfinished samples in separate calls (retry %d of %d); the first is prompt %d, sample %d: %s",
+                "retrying %d unfinished samples, one per agent call (retry %d of %d); "
+                "the first sample is prompt %d, sample %d: %s",
                 *(len(again), attempt, self._retries, *again[0].place, errors[again[0].place]),
             )
 

@@ -346,8 +346,8 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
         return
     if config.actor.init_from_scratch and config.teacher.path == config.actor.path:
         yield (
-            f"teacher.path {config.teacher.path} is also actor.path, but actor.init_from_scratch replaces the weights of the "
-            "model at this path by random weights; use another teacher, or set actor.path to a copy of the folder"
+            f"teacher.path {config.teacher.path} is also actor.path, but actor.init_from_scratch gives all models that "
+            "are loaded from this path random weights; use another teacher, or set actor.path to a copy of the folder"
         )
     if is_address(config.teacher.path) and config.gconfig.temperature != 1:
         yield (

@@ -432,14 +432,14 @@ class TeacherConfig:
     )
     rollout: InferenceEngineConfig | None = section(
         None,
-        "Accepted only with engine_type rollout. The teacher has no separate engine: each setting must have its default or "
-        "the value of a setting of the same name in actor, rollout or gconfig.",
+        "Accepted only with engine_type rollout. The teacher has no separate engine, so a setting of this section must have "
+        "its default, or the value that it has in actor, rollout or gconfig.",
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
     train: PPOActorConfig | None = section(
         None,
-        "Accepted only with engine_type train. The teacher has no separate engine: each setting must have its default or "
-        "the value of a setting of the same name in actor, rollout or gconfig.",
+        "Accepted only with engine_type train. The teacher has no separate engine, so a setting of this section must have "
+        "its default, or the value that it has in actor, rollout or gconfig.",
         inner={"path": "teacher.path"},
     )
     path: str = setting(
@@ -448,8 +448,8 @@ class TeacherConfig:
     offload: bool = setting(
         False,
         "Move the teacher to host memory between steps.",
-        refused="areno cannot move the teacher to host memory between steps; remove the setting, or keep the weights of actor "
-        "and teacher in host memory with actor.fsdp.offload_params (only if the actor's weights are sharded)",
+        refused="areno cannot move the teacher alone to host memory; remove the setting, or, if the actor's weights are "
+        "sharded, keep the weights of both actor and teacher in host memory with actor.fsdp.offload_params",
     )
     rl_loss_weight: float = setting(1.0, "Weight of the policy loss.", minimum=0)
     distill_loss_weight: float = setting(0.005, "Weight of the distillation loss.", minimum=0)

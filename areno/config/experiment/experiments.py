@@ -59,7 +59,7 @@ class BaseExperimentConfig:
     )
     tokenizer_path: str = setting(
         "",
-        "Path of the tokenizer. Only the tokenizer in the model's own folder is supported.",
+        "Path of the tokenizer. The path must equal actor.path, because areno uses only the tokenizer in the model's folder.",
         inherits="actor.path",
         shown="actor.path",
     )

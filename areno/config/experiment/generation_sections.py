@@ -21,7 +21,9 @@ NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove 
 
 of_gateway = partial(setting, no_effect="only read with _version v2, which is not supported")
 
-start_timeout = partial(setting, no_effect="setup_timeout limits the total time for starting and loading")
+start_timeout = partial(
+    setting, no_effect="setup_timeout limits the total time for starting a worker and loading its model"
+)
 
 _NO_BEAMS = "beam search is not supported; remove the setting, and use sampling or greedy decoding"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
@@ -253,8 +255,8 @@ class InferenceEngineConfig:
     )
     tokenizer_path: str = setting(
         "",
-        "Path of the tokenizer that decodes trajectories for dump_to_file. Only the tokenizer in the model's own "
-        "folder is supported.",
+        "Path of the tokenizer that decodes trajectories for dump_to_file. The path must equal actor.path, because areno "
+        "uses only the tokenizer in the model's folder.",
         inherits="tokenizer_path",
         shown="tokenizer_path",
     )

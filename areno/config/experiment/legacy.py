@@ -46,8 +46,8 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
     ),
     "allocation_mode": LegacyKey(
         "allocation_mode",
-        "Parallel sizes of generation and training, such as `areno.d1m1+d1m1`, for data (d), tensor (m) and "
-        "pipeline (p) parallelism.",
+        "Parallel sizes of generation (before the +) and training, such as `areno.d1m1+d1m1`. d, m and p are the data-, "
+        "tensor- and pipeline-parallel sizes.",
         "areno.d1m1+d1m1",
     ),
     "cluster.fileroot": LegacyKey("cluster.fileroot", "Root folder of logs and checkpoints.", DEFAULT_FILEROOT),

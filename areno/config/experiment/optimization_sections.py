@@ -134,5 +134,5 @@ class NormConfig:
         if self.mean_level is None and self.std_level is None:
             yield (
                 "mean_level",
-                "is null, and std_level is null too, so nothing is normalized; set the section to null instead",
+                "is null, and std_level is null too, so nothing is normalized; set the whole section to null instead",
             )

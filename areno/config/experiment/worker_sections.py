@@ -57,7 +57,7 @@ class ClusterSpecConfig:
     )
     n_nodes: int = setting(
         1,
-        "Number of machines. Without Ray or Slurm, areno uses one machine, and accepts only 1 or 32 (AReaL's default).",
+        "Number of machines. Without Ray or Slurm, the value must be 1 or 32 (AReaL's default); both then mean one machine.",
         minimum=1,
         documented=32,
         shown="1",
@@ -65,7 +65,7 @@ class ClusterSpecConfig:
     n_gpus_per_node: int | None = setting(
         None,
         "Number of GPUs per machine, 0 for machines without GPUs. On Ray, only the value 0 has an effect. "
-        "Without Ray or Slurm, 8 (AReaL's default) means all GPUs.",
+        "Without Ray or Slurm, 8 means all GPUs, because 8 is AReaL's default.",
         minimum=0,
         documented=8,
         shown="all GPUs of the machine (with slurm, you must set a value)",
@@ -114,8 +114,8 @@ class SchedulingSpec:
     )
     mem: int = _cluster(
         32,
-        "Requested memory in GB per GPU (without GPUs: per worker). The value 32 (the default) means that areno requests no "
-        "specific amount.",
+        "Requested memory in GB per GPU (without GPUs: per worker). The default (32) requests no specific amount, so a request "
+        "for exactly 32 GB is impossible.",
         minimum=1,
     )
     port_count: int = _worker(2, "Number of ports that the worker may open.", minimum=1)
@@ -136,8 +136,8 @@ class SchedulingSpec:
     exclude: str | None = _slurm(None, "Comma-separated nodes to exclude.")
     ray_placement_strategy: str = setting(
         "shared",
-        "Ray placement groups of a role. With shared, single-worker engines share one group, and every other engine gets "
-        "its own. With separate or deferred (equivalent), every engine gets its own group.",
+        "How a role's engines share Ray placement groups. With shared, single-worker engines share one group, and every "
+        "other engine gets its own. With separate or deferred, every engine gets its own group.",
         choices=("shared", "separate", "deferred"),
         no_effect=ON_RAY,
     )
@@ -160,7 +160,7 @@ class SchedulingStrategy:
     fork: bool = setting(
         True,
         "Whether rollout and training on shared devices run in separate processes. If false, both use the actor's engine in "
-        "turns. For other roles, the setting has no effect.",
+        "turns. For roles other than rollout and actor, the setting has no effect.",
     )
 
     def problems(self) -> Problems:

@@ -105,7 +105,7 @@ DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
         ),
         (
             DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k2", "action": "clamp"}},
-            "set action to mask",
+            "set action=mask",
             DECOUPLED | {"actor.rejection_sampling": {"action": "clamp"}},
         ),
         (

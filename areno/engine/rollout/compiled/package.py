@@ -42,7 +42,7 @@ class StepPackage:
         except (RuntimeError, TypeError, OSError, AttributeError) as error:
             path.unlink(missing_ok=True)  # the next run rebuilds it
             raise EngineError(
-                f"the compiled step {path} could not be loaded, so the file has been removed: {first_line(error)}"
+                f"the compiled decode step {path} could not be loaded, so the file has been removed: {first_line(error)}"
             ) from error
         self._validate()
 
