@@ -31,10 +31,10 @@ Options of `areno convert` itself come before the name of the tool: `areno conve
 option `--dry-run` to the printed command to check options, paths and the reward function, and to estimate the memory. A dry run
 loads no model and no data.
 
-Reward functions of TRL and verl need another signature in areno. A *reward function* of areno gets one record with the model's
-answer and the data row, and returns a number or a dictionary of [named parts](rewards.md#named-parts). Datasets may need a
-conversion, too. *Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset. Prompts are text or
-messages ([data](data.md)).
+Reward functions of TRL and verl need a different signature in areno. A *reward function* of areno gets one record with the
+model's answer and the data row, and returns a number or a dictionary of [named parts](rewards.md#named-parts). Datasets may
+need a conversion, too. *Data* is a file or folder of JSON lines, CSV or Parquet, or a Hugging Face Hub dataset. Prompts are
+text or messages ([data](data.md)).
 
 ## AReaL
 

@@ -100,8 +100,8 @@ actor:
 ```
 
 In Python, the call `load_expr_config(sys.argv[1:], GRPOConfig)` returns the configuration and the path of the file. Import
-`load_expr_config` and `GRPOConfig` from `areno.config.experiment`. A subclass of `GRPOConfig` may add fields. Your program's
-option `--help` prints every key.
+`load_expr_config` and `GRPOConfig` from `areno.config.experiment`. A subclass of `GRPOConfig` may add fields. With the option
+`--help`, `load_expr_config` prints every key and exits.
 
 ## How a file is read
 
@@ -124,23 +124,23 @@ option `--help` prints every key.
   again, or use the environment variables of the services.
 - **Errors.** areno reports all mistakes together, each with the value and the remedy. For an unknown name, the message suggests
   a similar known name. Settings of unsupported features accept only their default values.
-- **Notice.** Some settings are accepted but have no effect: sections of unused backends, resources for cluster schedulers, API
-  keys of gateway services, and settings that another setting overrides. A notice in the log lists these settings and the
-  reasons.
+- **Notice.** Some settings are accepted but have no effect: sections of unused backends, resources for cluster schedulers,
+  settings of gateway services (`_version: v2`, which is not supported), and settings that another setting overrides. A notice
+  in the log lists these settings and the reasons.
 
 ## Backends
 
-The settings `actor.backend` and `rollout.backend` specify the engine of a role, the number of its devices and the parallelism.
-For example, `fsdp:d4` trains on four data-parallel ranks. `fsdp:d2t2` trains on two data-parallel replicas of two
-tensor-parallel devices each. `areno:d2` generates on two devices. Training uses areno's own engine, even if the backend is
-named `fsdp`, `megatron` or `archon`. Generation uses the same engine, unless `rollout.backend` selects vLLM or SGLang. areno
-shards optimizer states across the data-parallel ranks. If `actor.fsdp.shard_weights` is true, areno also shards weights and
-gradients. With context parallelism or expert parallelism, areno always shards weights and gradients. On a CPU, a device is a
-process. `ref` and `critic` run on the actor's ranks.
+The settings `actor.backend` (training) and `rollout.backend` (generation) specify the engine, the number of devices and the
+parallelism. For example, `fsdp:d4` trains on four data-parallel ranks. `fsdp:d2t2` trains on two data-parallel replicas of two
+tensor-parallel devices each. `areno:d2` generates on two devices. For training, the names `fsdp`, `megatron` and `archon` all
+select areno's own engine. Generation uses the same engine, unless `rollout.backend` selects vLLM or SGLang. areno shards
+optimizer states across the data-parallel ranks. If `actor.fsdp.shard_weights` is true, areno also shards weights and gradients.
+With context parallelism or expert parallelism, areno always shards weights and gradients. On a CPU, a device is a process.
+`ref` and `critic` run on the actor's ranks.
 
-The value of these settings has the form `BACKEND:SIZES`. Each size is a letter and a number. The letters are d (data),
-t (tensor), p (pipeline), c (context) and e (expert parallelism). The backend `areno` supports d and t. `vllm` and `sglang`
-support d, t and p. `fsdp` supports d, t and c. `megatron` and `archon` support all five letters.
+The values of `actor.backend` and `rollout.backend` have the form `BACKEND:SIZES`. Each size is a letter and a number. The
+letters are d (data), t (tensor), p (pipeline), c (context) and e (expert parallelism). The backend `areno` supports d and t.
+`vllm` and `sglang` support d, t and p. `fsdp` supports d, t and c. `megatron` and `archon` support all five letters.
 `megatron:(attn:d4p2t2|ffn:d2p2e4)` gives expert layers a different layout than attention layers.
 
 The setting `allocation_mode` sets several backends at once. With `areno:d2+fsdp:d2`, generation and training have separate
@@ -157,8 +157,8 @@ error about an impossible layout contains the remedy.
 
 - `actor.kl_ctl` or `actor.kl_loss_coef` is above 0, but the section `ref` is missing. With `ref` and without `kl_loss_coef`,
   the default of `kl_ctl` is 0.1. Otherwise, the default is 0.
-- `rejection_sampling` is set without `use_decoupled_loss`. The section `rejection_sampling` bounds the importance weight of the
-  decoupled loss.
+- `rejection_sampling` is set without `use_decoupled_loss`. The bounds in `rejection_sampling` apply to the importance weights
+  of the [decoupled loss](algorithms.md#algorithms-that-share-one-policy-loss).
 - `group_size` of a normalization with level `group` differs from `n_samples`.
 - `mean_level` is `group`, but `n_samples` is 1.
 - `actor.temperature` or `actor.max_new_tokens` differs from the value in `gconfig`, which sampling uses.
