@@ -300,7 +300,7 @@ def test_best_worst_and_most_changed_samples_are_shown_once(tmp_path):
     assert "answer for 0.9" in groups["Best"]
     assert re.search(r'Shown above:.*href="#sample-0-0-0".*href="#sample-9-3-0"', groups["Most changed"])
     compared = Page(source).root.one("section", **{"aria-labelledby": "compared"}).text
-    assert "answers to training prompts that were sampled in several steps" in compared
+    assert "Training prompts that were sampled in several steps" in compared
     assert re.search(r"step 0, reward 0.1\s*answer for 0.1\s*After, step 9, reward 0.9\s*answer for 0.9", compared)
 
 

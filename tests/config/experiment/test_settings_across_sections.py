@@ -37,7 +37,7 @@ def test_settings_that_another_section_decides_are_refused():
 
 def test_a_teacher_is_not_the_random_model_that_it_teaches():
     changes = {"actor.init_from_scratch": True, "teacher": {"path": "${actor.path}"}}
-    assert "teacher.path some/model is also actor.path, but actor.init_from_scratch replaces" in refused(changes)
+    assert "teacher.path some/model is also actor.path, but actor.init_from_scratch gives" in refused(changes)
 
 
 def test_a_model_has_one_tokenizer():
