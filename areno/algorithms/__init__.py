@@ -1,4 +1,4 @@
-"""Algorithms, one per file with options, loss, and ``SPEC``. The file name is the algorithm's name.
+"""Algorithms, each declared as ``SPEC`` in its own file. The file name is the algorithm's name.
 
 GSPO, GRPO, PPO, SFT, DPO and reward models are declared in :mod:`areno.config.algorithms` instead.
 """

@@ -135,8 +135,8 @@ def iter_prompt_batches(
 
     The field ``scanned`` of a batch counts the rows in the batch and the skipped rows between them. It also counts the
     skipped rows after the last row of the batch, up to the first row of the next batch. Skipped rows at the very beginning
-    count for the first batch. To resume after a batch, increase ``start`` by the sum of ``scanned`` over all batches
-    of this call up to this batch.
+    count for the first batch. To resume after a batch, increase ``start`` by the sum of ``scanned`` over this batch
+    and all earlier batches of the same call.
 
     Args:
         batch_size: number of rows per batch, without skipped rows.

@@ -225,7 +225,7 @@ class _EvalTotals:
     outcomes: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, batch: PromptBatch, answers: Sequence[Sample | None], scores: Sequence[float | None]) -> None:
-        """Add the answers of one batch, in prompt order. ``scores`` has one entry per answer that is not None."""
+        """Add the answers of one batch, in prompt order. ``scores`` has no entries for answers that are None."""
         self.num_prompts += len(batch.items)
         self.skipped_long += batch.skipped_long
         present = [answer for answer in answers if answer is not None]

@@ -102,7 +102,8 @@ class Trainer(Sampler):
             max_running_prompts: maximum number of sequences (not prompts) decoded concurrently.
             timeout_s: timeout of each request of an agent, in seconds.
             proxy: whether to run an OpenAI-compatible server for agents. Pass the session to an agent as its ``ctx``.
-            seed: seed of the agents' sampling; None derives a seed deterministically.
+            seed: seed of the agents' sampling; None derives a seed from ``sampling_params.seed`` or, if that is None, from
+                the run's seed.
             disable_thinking: whether the chat template gets ``enable_thinking=False`` for requests of agents.
         """
         params = arguments.sampling(sampling_params)
@@ -248,7 +249,7 @@ class Trainer(Sampler):
 
         Args:
             role: name of a trainable role of kind ``value``.
-            batch_data: list of one or more rows. ``values[i]`` is the value before token i:
+            batch_data: list of one or more rows. For a response token i, ``values[i]`` is the value before the token:
                 ``values[i] = scores[i - 1]``, where ``scores`` is what :meth:`score_values` returns for the row.
             mini_bs: number of rows per forward and backward pass.
             gradient_accumulation_steps: number of microbatches per optimizer step; None runs one step on all rows.

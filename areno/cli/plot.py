@@ -111,7 +111,7 @@ def _check(arguments: Namespace, suffix: str, parser: TypedParser) -> None:
 
 
 def _groups(arguments: Namespace) -> dict[str, list[RunData]]:
-    """Return the runs of each curve, by the name of the curve."""
+    """Return the runs of each curve, by the name of the curve. Only curves of ``--mean-over`` have several runs."""
     groups: dict[str, list[RunData]] = {}
     for word in arguments.runs:
         name, path = _named(word)

@@ -18,12 +18,12 @@ Options of other commands:
 
 For all commands:
 
-- ``options``: how an option is declared; ``parser``: flags and help, unknown flags and wrong types; ``yaml_io``: YAML files.
+- ``options``: how an option is declared; ``parser``: parsing of flags and values, and help; ``yaml_io``: YAML files.
 - ``hooks``: user-defined functions from files; ``paths``: paths and hub references; ``splits``: splits of a dataset.
 - ``machine``: defaults that depend on the machine; ``packages``: optional packages; ``tracking``: tracking services.
 - ``secrets``: masking of secrets.
 - ``reward_weights``: weights of the parts of a reward.
-- ``setting_names``: replaces options in messages by the equivalent settings of an experiment.
+- ``setting_names``: translates options of ``areno train`` in messages to settings of ``areno run``.
 - ``saved_rollouts``: the number of steps whose training rows are saved.
 """
 

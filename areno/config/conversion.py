@@ -27,7 +27,7 @@ Words = list[str]
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """An ``areno train`` command, and notes on settings without an equivalent option."""
+    """An ``areno train`` command, and notes on the TRL or verl settings that were not converted."""
 
     words: Words
     notes: list[str]

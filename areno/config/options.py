@@ -48,8 +48,8 @@ class OptionInfo:
         path: ``place`` if the value may be the path of a file or folder, ``python`` if the value may be ``file.py:name``. The
             path of an existing file or folder is stored as an absolute path.
         inherits: dotted path of the setting whose value is used if this setting is unset or empty.
-        inner: for a section, a dict from field names to dotted paths. The path of a field replaces the field's own
-            ``inherits``. A field with an empty path inherits nothing.
+        inner: for a section, values of ``inherits`` by field name. They replace the values that the section's fields
+            declare. A field with an empty value inherits nothing.
         documented: AReaL's documented default, if areno's default differs.
     """
 

@@ -61,7 +61,7 @@ def _packages_of(extra: str) -> list[str]:
 
 
 def missing_packages(extra: str) -> str:
-    """Describe the missing packages of an extra as ``the packages ...; install them: ...``; empty if no package is missing."""
+    """Return ``the packages ...; install them: ...`` for the missing packages of an extra, or "" if none is missing."""
     missing = [name for name in _MODULES_OF_EXTRAS[extra] if importlib.util.find_spec(name) is None]
     return f"the packages {', '.join(missing)}; install them: {install_command(extra)}" if missing else ""
 

@@ -193,10 +193,10 @@ def convert_values(
 ) -> dict[str, Any]:
     """Convert values from flags or YAML to the types of their options. In ``raw`` and in the result, the keys are option names.
 
-    Unknown names and wrong types are added to ``problems``.
+    Wrong types and unknown names are added to ``problems``. With ``known_only``, unknown names are ignored, because they may
+    be options of an algorithm that could not be loaded.
 
-    ``label`` maps an option name to its name in messages. Set ``known_only`` to ignore unknown names if the
-    algorithm is unknown, because the names may be options of this algorithm.
+    ``label`` maps an option name to its name in messages.
     """
     values = {}
     for name, value in raw.items():

@@ -12,10 +12,10 @@ class AgentContext:
     """Context of one agent call: the URL, the API keys, and the responses recorded under these keys.
 
     Attributes:
-        api_key: API key shared by all samples of the call. For requests with this key, the server finds the
-            conversation by the content of the request.
+        api_key: API key shared by all samples of the call. The server assigns a request with this key to the recorded
+            conversation whose messages the request repeats.
         sampling_params: default sampling parameters of requests.
-        max_running_prompts: maximum number of samples decoded concurrently; None uses the trainer's limit.
+        max_running_prompts: maximum number of samples (not prompts) decoded concurrently; None uses the trainer's limit.
     """
 
     def __init__(self, server: AgentServer, seed: int) -> None:

@@ -152,7 +152,7 @@ async def take_answer(environment: Environment, conversation: Conversation, mess
     The answer, the results of the tools and the next user message are added to the conversation.
 
     Returns:
-        Whether the conversation continues. It ends if the environment has returned None.
+        Whether the conversation continues. It ends if ``step`` has returned None.
 
     Raises:
         UsageError: the environment returned an empty string after an answer without tool calls.

@@ -60,7 +60,7 @@ class AgentBatch:
         return len(self.prompts) * self.n_samples
 
     def iter_samples(self) -> Iterator[AgentItem]:
-        """Yield all tasks, grouped by prompt."""
+        """Yield all tasks (one per sample), grouped by prompt."""
         for index, prompt in enumerate(zip(self.records, self.prompts, self.input_tokens, strict=True)):
             for sample in range(self.n_samples):
                 yield AgentItem(*prompt, index, sample)
@@ -71,7 +71,7 @@ class AgentBatch:
 
 
 class _TaskSubset(AgentBatch):
-    """A batch with some tasks of another batch. ``prompts`` has one entry per task, so ``n_samples`` (tasks per entry) is 1."""
+    """Some tasks of another batch. A prompt with several tasks occurs several times in ``prompts``, and ``n_samples`` is 1."""
 
     __slots__ = ("_items",)
     _items: tuple[AgentItem, ...]
@@ -128,7 +128,7 @@ class AgentTrajectoryTurn:
 
 @dataclass(slots=True)
 class AgentTrajectory:
-    """A list of turns. The list may mix turns of different tasks, because each turn contains its task (``item``)."""
+    """Turns of one or more tasks. Each turn contains its task (``item``)."""
 
     turns: list[AgentTrajectoryTurn] = field(default_factory=list)
 

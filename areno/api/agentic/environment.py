@@ -73,7 +73,7 @@ def run_environment(
         raise UsageError("run_environment needs the package openai; run: pip install openai") from error
 
     def make_client(ctx: Any) -> AsyncOpenAI:
-        """Create a client of the session's local server. The client has no timeout, because the session enforces timeouts."""
+        """The client has no timeout, because the session enforces timeouts."""
         http_client = DefaultAsyncHttpxClient(verify=False, timeout=None)
         return AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, http_client=http_client)
 
@@ -153,7 +153,7 @@ def environment_rows(
 ) -> list[dict[str, Any]]:
     """Add a ``prompt`` to each record, for a data loader. The prompt is what :meth:`Environment.reset` returns.
 
-    Raises KeyError if a record lacks the field that ``key`` names. The environment needs this field.
+    ``key`` is the name of a field that the environment reads. Raises KeyError if a record lacks this field.
     """
     rows = []
     for record in records:

@@ -44,7 +44,7 @@ class AgentSample:
 
     @property
     def forks(self) -> list[str]:
-        """Reason for each fork of the conversation."""
+        """One reason per turn that continues the conversation but needs a new training row."""
         return [turn.fork for turn in self.turns if turn.fork]
 
 
@@ -270,7 +270,7 @@ def _trace(
 
 
 def _already_traced(turn: Turn) -> int:
-    """Return how many messages of a turn's request are already in the record's ``trace``, added by earlier turns."""
+    """Return how many messages of a turn's request are already in trace events of earlier turns."""
     if turn.parent is not None:
         return len(turn.parent.messages) + 1
     answers = [index for index, message in enumerate(turn.messages) if message["role"] == "assistant"]

@@ -259,7 +259,7 @@ _SCALARS: dict[Any, ValueType] = {
 
 
 def _one_of(choices: Sequence[tuple[Any, Any]]) -> ValueType:
-    """Return the type of an enumeration, given (JSON value, Python value) pairs."""
+    """Return the type that accepts only ``choices``: pairs of a JSON value and the corresponding Python value."""
     kinds = {_SCALARS[type(value)].schema["type"] if type(value) in _SCALARS else "string" for value, _ in choices}
     schema: dict[str, Any] = {"enum": [value for value, _ in choices]}
     if len(kinds) == 1:

@@ -50,7 +50,11 @@ class AgentRollouts:
     def draw(
         self, batch: PromptBatch, n_samples: int, sampling: SamplingParams, seed: int, *, may_be_empty: bool = False
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Run the agent to get ``n_samples`` samples per prompt. Return the usable samples and statistics."""
+        """Run the agent to get ``n_samples`` samples per prompt.
+
+        Returns:
+            The samples that neither failed nor exceed the context limit, and statistics.
+        """
         config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
         log_lines.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
         session = self._instance.rollout_session(

@@ -151,7 +151,7 @@ class DatasetTrainer(TrainingLoop):
         return min(total, self.config.max_steps) if self.config.max_steps else total
 
     def data_size(self) -> dict[str, int]:
-        """Return the sizes of the datasets; {} for a replay, which has no dataset."""
+        """Return the sizes of the datasets; {} for ``areno replay``, which has no dataset."""
         return data_size(self.dataset, self.eval_rows, self._steps_per_epoch()) if len(self.dataset) else {}
 
     def _steps_per_epoch(self) -> int:

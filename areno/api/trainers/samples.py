@@ -12,7 +12,7 @@ from areno.rollouts.trajectory import reward_of, trajectory_row
 from areno.types import PromptItem, RolloutSequence, TrainSequence
 
 REWARD = "reward"
-"""Key of the reward in the metadata of a workflow's record."""
+"""Key under which :func:`workflow_sample` stores the reward in the metadata of the sample's record."""
 
 
 def too_many_failures(failed: int, total: int, unit: str, most: float) -> str:

@@ -290,11 +290,6 @@ def _servers(config: TrainOptions, engine: Backend) -> ServerOptions | None:
 
 
 def _workflow(config: TrainOptions, sampling: SamplingParams, tokenizer: Any) -> Any:
-    """Create the workflow of ``--workflow``.
-
-    Passes ``gconfig`` and ``tokenizer`` to the constructor of the workflow class if the constructor has parameters with these
-    names.
-    """
     workflow = named_object(str(config.workflow), option="--workflow")
     gconfig = GenerationHyperparameters(
         n_samples=config.n_samples,

@@ -91,7 +91,7 @@ class ParallelStrategy:
 
     @property
     def expert_ranks(self) -> int:
-        """Number of devices that hold one copy of a pipeline stage's experts, divided by the tensor-parallel size ``tensor``.
+        """Number of tensor-parallel groups that together hold one copy of a pipeline stage's experts.
 
         The result is ``expert`` x ``expert_tensor`` / ``tensor``, or 0 if this quotient is not an integer.
         """
@@ -265,7 +265,7 @@ class AllocationMode:
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        """Parse an allocation. The legacy forms of :func:`translate_legacy` are accepted, too.
+        """Parse an allocation. Also accepts the legacy forms that :func:`translate_legacy` translates.
 
         Raises:
             InvalidAllocationModeError: the syntax is invalid, an engine lacks a required name, two engines have the same name,

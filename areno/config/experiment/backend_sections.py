@@ -1,8 +1,8 @@
 """Configuration sections for SGLang and vLLM servers, and for the training backends Archon and Megatron.
 
-All sections keep AReaL's defaults, so that existing files can be loaded. areno's engine replaces Archon and Megatron. The
-engine uses the parallel sizes in ``backend``, such as ``megatron:d2p2``, and the settings that have an equivalent in areno.
-Requesting FP8 is an error. Other settings have no effect.
+All sections keep AReaL's defaults, so that YAML files for AReaL can be loaded. If ``backend`` names Archon or Megatron, areno's
+engine trains instead. The engine uses the parallel sizes in ``backend``, such as ``megatron:d2p2``, and the settings that have
+an equivalent in areno. Requesting FP8 is an error. Other settings have no effect.
 """
 
 import shlex

@@ -143,7 +143,7 @@ class PPOConfig(BaseExperimentConfig):
     def workflow_section(self) -> WorkflowConfig:
         """The section ``workflow``.
 
-        A subclass may declare ``workflow`` as a string. The property then returns a section with this string as ``path``.
+        If a subclass declares ``workflow`` as a string, the string is the ``path`` of the returned section.
         """
         value: Any = self.workflow
         if isinstance(value, WorkflowConfig):
@@ -160,7 +160,7 @@ class PPOConfig(BaseExperimentConfig):
     def reward_section(self) -> RewardConfig:
         """The section ``reward``.
 
-        A subclass may declare ``reward`` as a string. The property then returns a section with this string as ``fn``.
+        If a subclass declares ``reward`` as a string, the string is the ``fn`` of the returned section.
         """
         value: Any = self.reward
         if isinstance(value, RewardConfig):

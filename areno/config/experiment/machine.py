@@ -27,7 +27,7 @@ CPU_PER_GPU = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of a machine. The caller detects the resources, because ``areno.config`` does not import torch."""
+    """Resources of a machine. ``areno.experiments`` detects them, because ``areno.config`` does not import torch."""
 
     gpus: int = 0  # CUDA devices; 0 runs on the CPU
     cores: int = 1  # usable CPU cores

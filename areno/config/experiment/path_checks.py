@@ -48,7 +48,7 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 
 def family_problem(engine: TrainEngineConfig, path: str, model_type: str | None) -> str:
-    """Return a problem if the setting ``model_type`` of ``engine`` differs from the model type of its checkpoint; otherwise "".
+    """Return a problem if ``engine.model_type`` differs from ``model_type``; otherwise "".
 
     Args:
         engine: configuration section of a model.

@@ -90,7 +90,7 @@ class FrequencyConfig:
 
 @dataclass
 class SaverConfig(FrequencyConfig):
-    """Saved models in Hugging Face format. The last model is always saved, unless `mode` is off."""
+    """Saving of models in Hugging Face format. The last model is always saved, unless `mode` is off."""
 
     mode: str = setting(
         "auto",

@@ -27,8 +27,8 @@ _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 class Setting(Option):
     """A declared field.
 
-    If the field is a section, the inherited ``kind`` is the class of the section, and ``default`` is an instance of this
-    class, a list of instances, or None. For any other field, ``kind`` is the type of the value, or of the items if the value
+    If the field is a section, the inherited ``kind`` is the class of the section, and ``default`` is an instance of ``kind``,
+    a list of instances, or None. For any other field, ``kind`` is the type of the value, or of the items if the value
     is a list.
     """
 
@@ -101,8 +101,8 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 def _cached(function: _Listing) -> _Listing:
     """Cache the results of ``function``.
 
-    The returned function has the type of ``function``. With the type of a cached function, type checkers would reject a class
-    as argument if its instances are not hashable, although the class itself is.
+    The returned function has the type of ``function``. With the type that ``functools.cache`` returns, type checkers would
+    reject classes as arguments if instances of these classes are not hashable.
     """
     return typing.cast(_Listing, functools.cache(function))
 

@@ -18,7 +18,7 @@ ON_CLUSTERS = "only read if scheduler.type is ray or slurm"
 ON_SLURM = "only read if scheduler.type is slurm"
 ON_RAY = "only read if scheduler.type is ray"
 READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
-"""For each ``OptionInfo.no_effect`` text: the values of ``scheduler.type`` with which such settings do have an effect."""
+"""Maps a ``no_effect`` text to the values of ``scheduler.type`` for which settings with this text do have an effect."""
 
 _cluster = partial(setting, no_effect=ON_CLUSTERS)
 _slurm = partial(setting, no_effect=ON_SLURM)
