@@ -152,7 +152,7 @@ def adapter_problem(text: str, option: str) -> str:
 def _base_problem(path: Path, option: str) -> str:
     """Return why an adapter or a GGUF file cannot be used as a model; empty if it can be used.
 
-    For an adapter, the base model is checked. A GGUF file is converted, unless the converted model is already in the cache.
+    For an adapter, the base model is checked. A GGUF file is checked by converting the file to a cached model folder.
     """
     try:
         base = base_of(str(path))

@@ -50,8 +50,8 @@ def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptio
 def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
     """Import all user-defined functions and the workflow, check their signatures, and return the dataset loader.
 
-    Without a user-defined loader, return None. The reward function is imported and checked in a subprocess, because it runs
-    only in worker processes.
+    Without a user-defined loader, return None. The reward function is imported and checked in a subprocess, because this
+    process never calls it.
     """
     loader = hooks.load_hook(options.dataset_loader_fn, hooks.LOADER_HOOK) if options.dataset_loader_fn else None
     if options.reward_fn_path:

@@ -96,7 +96,7 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
 
 
 def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
-    """Yield problems with combinations of options and with input paths. Several commands use these checks.
+    """Yield messages about invalid option combinations and invalid input paths. Several commands use these checks.
 
     ``split`` is the split that is read from the dataset.
     """

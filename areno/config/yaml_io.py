@@ -103,8 +103,8 @@ def _normalized(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 def stored_values(options: TrainOptions) -> dict[str, Any]:
     """Return the values for ``config.yaml``.
 
-    These are the options that the run reads, without options that have ``stored=False``. ``activation_checkpointing`` is also
-    omitted if the user did not set this option, so that the option also counts as unset in a resumed run. Paths are absolute,
+    These are the options that the run reads, without options that have ``stored=False``. ``activation_checkpointing`` is
+    omitted if the user did not set it, because a resumed run would treat a stored value as set by the user. Paths are absolute,
     so that the run can be resumed from any folder.
     """
     spec = get_algorithm(options.algo)

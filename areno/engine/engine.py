@@ -222,7 +222,7 @@ class Engine(Backend):
         self.loop.cancel(future)
 
     def load(self) -> EngineLoad:
-        """Return the rollout loop's number of queued and running samples, its KV cache use, and its token totals."""
+        """Return the current load of the rollout loop."""
         return self.loop.load()
 
     def end_rollout(self) -> None:
@@ -256,7 +256,7 @@ class Engine(Backend):
         return stats
 
     def take_token_records(self) -> dict[int, TokenRecord]:
-        """Return what training recorded since the last call of this method: each token's log-prob, and whether it was clipped.
+        """Return what training recorded about the tokens of each row since the last call of this method.
 
         The keys are the values of ``TrainSequence.observed``, which identify the rows.
         """
@@ -340,7 +340,6 @@ class Engine(Backend):
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:
-        """Return the adapter options for a new trainable role, copied from the actor; None if the actor has no adapter."""
         options, adapter = self.config.adapter, self.actor.model.adapter
         if options is None or adapter is None:
             return None

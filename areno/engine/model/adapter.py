@@ -160,7 +160,10 @@ class Adapter:
         return set()
 
     def state(self) -> dict[str, Tensor] | None:
-        """Gather and return the adapter's tensors; None if they are not sharded. All ranks must call this method."""
+        """Gather the shards of the adapter's tensors, and return the full tensors. All ranks must call this method.
+
+        If no tensor is sharded, return None, because the module itself holds the full tensors.
+        """
         trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
         if not any(hasattr(p, "placements") for p in trained.values()):
             return None

@@ -1,10 +1,9 @@
 """The policy: a ``transformers`` causal LM, split into a body and a head.
 
 ``body`` computes hidden states from packed tokens. ``logits`` applies the output head to selected hidden states. The head is a
-copy of the model whose body is replaced with a module that returns its input. The logits are computed by the model's own
-``forward`` on this copy. They are therefore also soft-capped or rescaled if the architecture requires it (Gemma, Granite,
-Cohere). Rollout and training use the same body and head. With the same weights, the results of rollout and training differ only
-by rounding errors.
+shallow copy of the model in which the identity replaces the body. The logits are computed by the model's own ``forward`` on
+this copy. They are therefore also soft-capped or rescaled if the architecture requires it (Gemma, Granite, Cohere). Rollout and
+training use the same body and head. With the same weights, the results of rollout and training differ only by rounding errors.
 """
 
 import copy

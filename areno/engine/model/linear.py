@@ -88,7 +88,7 @@ class FastLinear(nn.Linear):
     row_products = False  # use our kernel for few rows without gradient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the output [..., O] for an input [..., C]."""
+        """Compute the output [..., out_features] for an input [..., in_features]."""
         rows = input.reshape(-1, self.in_features)
         if torch.compiler.is_exporting():
             out = self._in_decode_step(rows)

@@ -370,7 +370,7 @@ def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the reports of ``transformers`` about missing weights, such as a head that is set after loading."""
+    """Silence the reports of ``transformers`` about missing weights."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

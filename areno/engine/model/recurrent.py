@@ -62,7 +62,7 @@ class SlotStates:
         return self._conv_rows
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Return the recurrent states [rows, heads, key, value]."""
+        """Return a layer's recurrent states [rows, heads, key size, value size]."""
         return self._recurrent[layer_idx][self._rows]
 
     def is_recording_past(self, layer_idx: int) -> bool:

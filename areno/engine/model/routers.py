@@ -97,8 +97,8 @@ def _follow(mixture: nn.Module, routers: Routers, number: int) -> None:
 class _Probe(ChoiceRecorder):
     """Finds the ``topk`` call with which an MoE layer selects experts.
 
-    The layer passes the ids of the selected experts to its child module of a class ``*Experts``. The probe looks for the
-    ``topk`` call that returned the same ids.
+    The layer passes the ids of the selected experts to its child module whose class name ends in ``Experts``. The probe
+    looks for the ``topk`` call that returned the same ids.
     """
 
     def __init__(self, name: str) -> None:

@@ -97,7 +97,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 class _TopkMode(TorchFunctionMode, ABC):
-    """Lets a subclass replace the result of each ``topk`` over scores [T, experts]."""
+    """Lets a subclass replace the result of each ``topk`` call on scores [tokens, experts]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,7 +115,7 @@ class _TopkMode(TorchFunctionMode, ABC):
 
     @abstractmethod
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """``topk`` has selected the indices ``chosen`` [T, K] for ``scores`` [T, experts]. Return the indices [T, K] to use."""
+        """Return the indices [tokens, K] to use instead of ``chosen``, the indices of each token's K highest ``scores``."""
 
 
 class Choosing(_TopkMode):
@@ -128,7 +128,7 @@ class Choosing(_TopkMode):
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the result of :meth:`Routing.choose`.
 
-        If the ``topk`` call does not select experts, but for example groups of experts, return ``chosen``.
+        Some routers also call ``topk`` to select groups of experts. For such a call, return ``chosen``.
         """
         if (scores.shape[-1], chosen.shape[-1]) != (self._routers.experts, self._routers.each):
             return chosen
@@ -177,8 +177,7 @@ class ChoiceReplay(_TopkMode):
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the indices [T, K] to use instead of the router's choice ``chosen`` [T, K].
 
-        The indices come from the next recorded ``topk`` call. If a token's recorded and chosen scores differ by more than the
-        tolerance, its indices in ``chosen`` are kept.
+        Each call of this method uses the next recorded ``topk`` call.
         """
         width, recorded = next(self._calls, (0, chosen))
         if (width, recorded.shape[-1]) != (scores.shape[-1], chosen.shape[-1]):

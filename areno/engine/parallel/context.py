@@ -10,9 +10,9 @@ token. With c ranks, each all-to-all sends (c - 1) / c of a rank's queries, keys
 In grouped-query attention, key heads are repeated if c does not divide the number of key heads. If c does not divide the number
 of query heads, heads of zeros are added. Using more ranks than heads wastes compute.
 
-The ranks exchange the predictions for their tokens, so all ranks compute the same loss. In the backward pass, each rank
-computes only the part of a weight's gradient that belongs to its own tokens. The weight's gradient is the sum of these parts
-over the ranks.
+The ranks exchange the predictions for their tokens, such as log-probs, so all ranks compute the same loss. In the backward
+pass, each rank computes only the part of a weight's gradient that belongs to its own tokens. The weight's gradient is the sum
+of these parts over the ranks.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ class ContextPlan:
         return _Sum.apply(values, self.channel)  # type: ignore[no-any-return]
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention outputs [n, H, Dv] of q [n, H, D] over all ranks' k [n, K, D] and v [n, K, Dv]."""
+        """Return the attention outputs of this rank's n tokens, which attend to the tokens of all ranks.
+
+        The shapes are q [n, heads, D], k [n, key heads, D], v [n, key heads, Dv] and outputs [n, heads, Dv].
+        """
         heads, size, total = q.shape[1], self.channel.size, self.whole.tokens
         repeats = _repeats(heads, k.shape[1], size)
         padded = -(-heads // size) * size
@@ -150,7 +153,6 @@ class ContextPlan:
         return self.own(self.whole.run_recurrent(module, forward, gathered))
 
     def _padded(self, values: Tensor) -> Tensor:
-        """Append zeros to values [T, h, D], so that each rank gets the same number of tokens."""
         return pad(values, (0, 0, 0, 0, 0, self.channel.size * self.count - len(values)))
 
 

@@ -383,8 +383,8 @@ def open_engine(
 ) -> Backend:
     """Load an engine with a given layout.
 
-    Without a cluster launcher in ``processes``, a single rank runs in this process. In all other cases, each rank runs in a
-    worker process. For the arguments, see :class:`EngineGroup`.
+    If the layout has only one rank and ``processes`` has no cluster launcher, the rank runs in this process. Otherwise, each
+    rank runs in a worker process. For the arguments, see :class:`EngineGroup`.
     """
     if layout.world_size == 1 and (processes is None or processes.names is None):
         return Engine(path, config)

@@ -41,8 +41,8 @@ class Layout:
 
     The layers are divided into ``pp_size`` x ``pp_chunks`` model chunks. The chunks are assigned to the stages round-robin: of
     two stages with two chunks each, the first stage has the first and the third chunk. The first chunk also
-    has the embedding, and the last chunk also has the output layer, so these two chunks get fewer layers. ``pp_less`` has the
-    work of the embedding and the work of the output layer, each as the number of layers with the same amount of work.
+    has the embedding, and the last chunk also has the output layer, so these two chunks get fewer layers: the embedding counts
+    as ``pp_less[0]`` layers, and the output layer counts as ``pp_less[1]`` layers.
 
     With ``reshards``, FSDP frees gathered layers between the forward and the backward pass. ``units`` lists the module classes
     that FSDP shards as units. If ``units`` is empty, the units are decoder layers. With ``offloads``, FSDP keeps shards in host

@@ -63,7 +63,7 @@ def _split(placement: Placement, indices: Tensor, dim: int, count: int) -> list[
 
 
 def _joined(part: Tensor, dim: int, indices: list[Tensor], group: ProcessGroup) -> Tensor:
-    """Gather shards along ``dim``. For each shard, ``indices`` holds the positions of its entries in the result."""
+    """Gather all shards along ``dim``. ``indices[i]`` holds the positions of shard i along ``dim`` of the full tensor."""
     longest = max(map(len, indices))
     padding = [0, 0] * (part.ndim - dim - 1) + [0, longest - part.shape[dim]]
     padded = functional.pad(part, padding).contiguous()

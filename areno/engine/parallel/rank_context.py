@@ -79,7 +79,7 @@ class RankContext:
 
     @property
     def heads(self) -> bool:
-        """Whether this is the first rank of its stage."""
+        """Whether this is the first rank of its pipeline stage."""
         return self.rank % self.layout.stage_size == 0
 
     @property

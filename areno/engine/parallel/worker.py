@@ -169,7 +169,7 @@ def _use_interface(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Run the worker until the process that started it stops it."""
+    """Run the worker until the starting process stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the starting process handles it
     connection = dial()
     if connection.far:

@@ -89,7 +89,7 @@ class WorkerGroup:
             only argument of each function is a callback that sends events to the group.
         on_event: receives the rank and the payload of each event, in the group's thread.
         on_failure: called once when the group fails.
-        busy: returns whether a rank has work other than calls, such as a generation request.
+        busy: returns whether a rank has work that is not a method call, for example a running generation request.
         stall_s: time limit in seconds. A rank that has work but makes no progress for this time counts as failed.
 
     Raises:
@@ -161,9 +161,8 @@ class WorkerGroup:
     def call(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call a method on ``ranks`` (default: all ranks). Return the results in the order of ``ranks``.
 
-        If all ranks raise exceptions of the same type, the first rank's exception is raised, and the group stays usable. The
-        group fails, and EngineError is raised, in three cases: the errors differ in type, only some ranks raise an error, or a
-        rank dies, is suspended or makes no progress.
+        If all ranks raise exceptions of the same type, the first rank's exception is raised, and the group stays usable. With
+        any other exceptions, or if a rank dies, is suspended or makes no progress, the group fails, and EngineError is raised.
         """
         return self.begin(method, *arguments, ranks=ranks)()
 

@@ -33,7 +33,7 @@ _ROW, _MIN_TOKENS, _GIB = 1024, 1024, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The number of bytes that a run needs for each purpose, in addition to the loaded models."""
+    """Memory in bytes that a run needs in addition to the loaded models."""
 
     moments: int = 0  # optimizer states, created in the first step
     recomputed: int = 0  # gradients and activations of the largest pass, with activation recomputation
@@ -54,8 +54,8 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
     """Divide the free memory between training and the KV cache. ``free`` is the number of free bytes after loading the models.
 
     ``keeps_cache`` says whether the KV cache stays allocated during training. ``recompute`` says whether training recomputes
-    activations. With None, training recomputes activations if it would otherwise need more than the fraction ``KEPT_SHARE`` of
-    the memory that the optimizer moments leave free.
+    activations. With None, training recomputes activations if ``need.kept`` is larger than the fraction ``KEPT_SHARE`` of the
+    memory that is left after ``need.moments`` is allocated.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:

@@ -42,8 +42,8 @@ def keep_one_part(module: nn.Module, tp_size: int) -> None:
 def all_logits(logits: Tensor, vocab: int) -> Tensor:
     """Return logits [N, ``vocab``] with all columns, given a rank's ``logits``.
 
-    In a run, a rank with fewer columns gathers the missing columns from other ranks. The memory estimate needs only a tensor of
-    the resulting shape, so this function returns an uninitialized tensor instead.
+    In a run, a rank with fewer than ``vocab`` columns gathers the missing columns from other ranks. The memory estimate needs
+    only a tensor of the resulting shape, so this function returns an uninitialized tensor instead.
     """
     return logits if logits.shape[-1] >= vocab else logits.new_empty((*logits.shape[:-1], vocab))
 

@@ -102,7 +102,7 @@ def plan_device(options: TrainOptions) -> torch.device:
 def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan:
     """Plan the memory of a run of ``areno train``; see :func:`plan_sizes`.
 
-    Raises UsageError: ``fsdp`` is set, or :class:`ShapeOf` does not support one of the run's models or its parallel layout.
+    Raises UsageError: ``fsdp`` is set, or :class:`ShapeOf` raises UsageError for one of the run's models.
     """
     if options.fsdp:
         raise UsageError(

@@ -87,7 +87,10 @@ class Sizes(ABC):
 
     @abstractmethod
     def longest_row(self, context: int | None) -> int:
-        """Return the number of tokens of the longest row. ``context`` is the model's context length; None means no limit."""
+        """Return the maximum length of a row (prompt and response) in tokens.
+
+        ``context`` is the model's context length; None means no limit.
+        """
 
     @abstractmethod
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
@@ -166,7 +169,7 @@ class RunSizes(Sizes):
         return held
 
     def longest_row(self, context: int | None) -> int:
-        """Return the number of tokens of the longest row. ``context`` is the model's context length; None means no limit."""
+        """See :meth:`Sizes.longest_row`."""
         run = self.options
         limit, longest = tightest(run.max_context_len, context), run.max_prompt_tokens + run.max_new_tokens
         if limit is None:

@@ -80,7 +80,7 @@ class RolloutBytes:
 
 
 def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[ShapeOf, P], T]:
-    """Cache the results of a trace, because a search for options repeats the same traces."""
+    """Cache the results of a method of :class:`ShapeOf`, because a search for options repeats the same calls."""
 
     @functools.wraps(trace)
     def cached(shape: ShapeOf, *arguments: P.args, **options: P.kwargs) -> T:
@@ -98,7 +98,7 @@ class ShapeOf:
 
     Raises:
         UsageError: the model's configuration cannot be read, or the model does not support the parallel layout. Methods also
-            raise UsageError if the model's code depends on tensor values.
+            raise UsageError if the model's code depends on tensor values, which fake tensors do not have.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class ShapeOf:
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
         """Return the run's optimizer. If the run has several ranks, a stub replaces the connection to the other ranks.
 
-        For a run with one rank, this method ignores ``config.offload``, because :meth:`update` counts the optimizer states and
-        gradients as host memory in this case.
+        With one rank, the optimizer does not use ``config.offload``, because :meth:`update` itself counts offloaded states and
+        gradients as host memory.
         """
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
