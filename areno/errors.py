@@ -30,7 +30,7 @@ class UnsupportedModelError(UsageError):
 
 
 class RewardError(ArenoError):
-    """A reward function cannot be imported, raised an exception, timed out, or returned an invalid value."""
+    """A reward function raised an exception, timed out, returned an invalid value, or could not be imported."""
 
 
 class AgentError(ArenoError):

@@ -2,10 +2,10 @@
 
 The search runs in the training processes, before the first step. Options that the user has set are not changed.
 
-The number of sequences and ``mini_bs`` are searched in the same way. The search first checks that the smallest value fits,
-then goes through the values from largest to smallest. Values whose planned memory exceeds the limit are skipped. All other
-values are tried with sequences of maximum length. The search chooses the first value whose measured peak is within the limit.
-The trials change neither weights nor optimizer states nor random states.
+The number of sequences is searched first, then ``mini_bs``. Each search first checks that the smallest value fits, then goes
+through the values from largest to smallest. Values whose planned memory exceeds the limit are skipped. All other values are
+tried with sequences of maximum length. The search chooses the first value whose measured peak is within the limit. The trials
+change neither weights nor optimizer states nor random states.
 
 With several replicas, each replica processes an equal part of a trial's sequences. The highest peak of all ranks is compared
 with the limit.
@@ -67,7 +67,7 @@ def tune_sizes(
 
 
 class _Search(NamedTuple):
-    """An option, the phases of a run whose memory depends on it, and a function that measures the peak memory in bytes."""
+    """An option, the phases whose memory depends on this option, and a function that measures the peak memory in bytes."""
 
     name: str
     phases: tuple[str, ...]
@@ -222,7 +222,7 @@ class _Tuner:
         return min(self.states, phase.parts["optimizer"])
 
     def _generate(self, candidate: TrainOptions) -> int | None:
-        """Generate sequences of maximum length on every replica. Return the peak in bytes; None if memory ran out."""
+        """Generate sequences of maximum length on every replica. Return the peak memory in bytes; None if memory ran out."""
         sizes, longest = self._sizes(candidate), self._longest(candidate)
         replicas = sizes.layout.dp_size
         context = max(longest - _PROBED_TOKENS, 1)
@@ -252,7 +252,7 @@ class _Tuner:
         return max(self.engine.run_on_all_ranks(trial.peak))
 
     def _update(self, candidate: TrainOptions) -> int | None:
-        """Compute gradients of microbatches of maximum size. Return the peak in bytes; None if memory ran out.
+        """Compute gradients of microbatches of maximum size. Return the peak memory in bytes; None if memory ran out.
 
         If a step has several microbatches, two are enough, because the second one already accumulates gradients.
         """

@@ -34,7 +34,7 @@ def _shifted(x: Ints, bits: int) -> Ints:
 def random_bits(seeds: Ints, counters: Ints) -> Ints:
     """Return 53 random bits for each pair of seed and counter. The arguments and the result are int64 [N].
 
-    :func:`as_int64` converts a seed that does not fit into int64.
+    If a seed does not fit into int64, convert it with :func:`as_int64` first.
     """
     return _shifted(_mix(_mix(seeds + _GOLDEN) + _GOLDEN * (counters + 1)), 11)
 

@@ -1,4 +1,4 @@
-"""Run one decode step: eagerly, with areno's kernels, or compiled. The results of these variants differ only in rounding."""
+"""Run one decode step. The results of the three variants (eager, with areno's kernels, compiled) differ only in rounding."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq

@@ -2,8 +2,8 @@
 
 Top-k keeps the k largest weights of a row. Top-p keeps the nucleus: the smallest set of tokens whose total weight is at least p
 times the total weight of the tokens that top-k keeps. The search for the nucleus first covers only the few hundred largest
-weights. Among equal weights at the threshold, tokens with lower ids are kept, so the result of a row does not depend on the
-other rows of the batch.
+weights. If a filter keeps only some of several tokens with equal weights, it keeps those with the lowest ids. The result of a
+row therefore does not depend on the other rows of the batch.
 """
 
 from collections.abc import Sequence

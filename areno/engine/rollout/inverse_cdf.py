@@ -51,8 +51,8 @@ def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 def draw_inside(weights: Tensor, block: Tensor, rest: Tensor) -> Tensor:
     """Choose a token in the block of each row: the first one at which the cumulative sum of ``weights`` exceeds ``rest``.
 
-    ``weights`` holds the weights [B, size] of each row's block. ``block`` and ``rest`` (the remaining target) are the results
-    of :func:`draw_block`. Return the indices [B] of the tokens, counted from the first token of block 0.
+    ``weights`` holds the weights [B, size] of each row's block. ``block`` and ``rest`` are the results of :func:`draw_block`.
+    Return the indices [B] of the tokens, counted from the first token of block 0.
     """
     size = weights.shape[1]
     inside = weights.double().cumsum(-1)

@@ -395,7 +395,7 @@ class RolloutLoop:
         return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
 
     def _first_tokens(self, shared: list[list[Sequence]], hidden: Tensor) -> None:
-        """Sample the next token of each sample. ``hidden[i]`` is the last hidden state of the context of ``shared[i]``."""
+        """Sample the next tokens. ``hidden[i]`` is the last hidden state of the shared context of the samples ``shared[i]``."""
         logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
         for members in shared:

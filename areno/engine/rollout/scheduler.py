@@ -1,8 +1,8 @@
 """Admit sequences within the budget of the KV cache, preempt sequences if necessary, and keep the slots compact.
 
 The B live sequences have the slots 0 to B-1 without gaps, so a decode step reads a view of the cache. The cache is a rectangle
-with one row per live sequence. The number of columns is the length of the longest sequence, rounded up. This module uses no
-tensors.
+with one row per live sequence. The number of columns is the length of the longest sequence, rounded up to a multiple of
+:data:`COLUMN_STEP`. This module uses no tensors.
 """
 
 from collections import deque
@@ -76,7 +76,7 @@ class Scheduler:
         return sum(s.group.sampling.max_new_tokens - len(s.output) for s in (*self.waiting, *self.live()))
 
     def columns(self) -> int:
-        """Return the number of cache columns (tokens per slot) that the longest sequence with a slot needs."""
+        """Return the number of cache columns (one per token) that the longest live sequence needs."""
         return round_up(max((s.length for s in self.live()), default=0), COLUMN_STEP)
 
     def cells(self) -> int:
@@ -150,7 +150,10 @@ class Scheduler:
         return moves
 
     def requeue(self) -> None:
-        """Put all live sequences back into the queue, in order. Call this method after the cache has become invalid."""
+        """Put all live sequences back at the front of the queue, in slot order.
+
+        Call this method after the cache has become invalid.
+        """
         live = self.live()
         self.running, self.chunked_prefill = [], None
         for sequence in reversed(live):

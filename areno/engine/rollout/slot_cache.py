@@ -31,7 +31,7 @@ READ_STEP = 16
 
 
 def _routing_layer(mixture: int) -> int:
-    """Return the index of the cache layer for an MoE layer's expert choices; negative, unlike indices of model layers."""
+    """Return the negative index at which the cache stores an MoE layer's expert choices. Other layers have indices from 0."""
     return -1 - mixture
 
 

@@ -57,7 +57,7 @@ class VerifyPlan(DecodePlan):
         tokens: input token ids [rows * W], including padding.
         cells: indices of those ``tokens`` that are not padding. One token is sampled after each of these input tokens.
         members: for each entry of ``cells``, the sequence to which this input token belongs.
-        counters: for each entry of ``cells``, the index, in the sequence's output, of the token sampled after this input token.
+        counters: for each entry of ``cells``, the index of the sampled token in the sequence's output.
     """
 
     def __init__(self, cache: SlotCache, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> None:

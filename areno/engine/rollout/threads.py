@@ -37,7 +37,7 @@ class ThreadRule:
             torch.set_num_threads(threads)
 
     def reset(self) -> None:
-        """Set PyTorch's thread count to the thread count of the process, to undo :meth:`apply`.
+        """Let PyTorch use all threads of the process again, to undo :meth:`apply`.
 
         Otherwise, threads that start later would inherit a count that :meth:`apply` has lowered.
         """

@@ -187,7 +187,7 @@ class FullyShardedAdamW(Optimizer):
     def _moments(self, share: nn.Parameter, parameter: Tensor) -> dict[str, Tensor]:
         """Return the moments of a shard in a dict whose keys are the names of the moments in a saved state.
 
-        Moments in 8 bits are decoded, because the boundaries of their quantization blocks depend on the sharding.
+        Moments in 8 bits are decoded to fp32, because another sharding would have other quantization blocks.
         """
         moments = self._adam.state.get(share)
         if not moments:

@@ -46,7 +46,7 @@ class MicroBatching:
             )
 
     def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Divide rows of token ids into microbatches (lists of ascending row indices), sorted by their first row indices."""
+        """Divide rows of token ids into microbatches (lists of ascending row indices). Sort the lists by their first index."""
         indices = range(len(rows))
         blocks = [indices[start : start + self.granularity] for start in indices[:: self.granularity]]
         weights = [sum(len(rows[row]) for row in block) for block in blocks]
@@ -65,8 +65,8 @@ class MicroBatching:
         """Divide blocks of rows into bins (microbatches). If possible, rows with a common prefix are in the same bin.
 
         Return the indices of the blocks in each bin. Blocks are sorted by the token ids of their first rows, in lexicographic
-        order. Each block goes to the bin with enough room whose prefix tree grows least. If no bin has enough room, the block
-        starts a new bin.
+        order. Prefixes that a bin already contains need no room in this bin. Among the bins with enough room, each block goes
+        to the bin where the block needs the least room. If no bin has enough room, the block starts a new bin.
         """
         most = self.max_tokens_per_mb or sum(weights)
         bins: list[list[int]] = []

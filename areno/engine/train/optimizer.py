@@ -64,7 +64,7 @@ class OptimizerOptions:
 
         ``quantised`` matters only with ``adam_8bit``, which stores the moments of small tensors in fp32, and all other
         moments with 8 bits. ``quantised`` is whether these weights have 8-bit moments. If ``quantised`` is None, ``count``
-        must be the size of an unsharded tensor, because this size determines whether the tensor is small.
+        determines whether the tensor is small, so ``count`` must be the size of the unsharded tensor.
         """
         if self.adam_8bit:
             return adam_8bit.state_bytes(count, quantised)

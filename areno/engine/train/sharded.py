@@ -7,7 +7,7 @@ replicas on the CPUs of one Linux machine share one copy of the weights. In this
 place. Each rank saves its shard. A run in any layout can resume from the saved shards.
 
 If the moments have 8 bits, each parameter and each shard starts at a multiple of the quantization block size in the
-flat buffer. The blocks are therefore the same for any number of replicas. For tensors that tensor parallelism shards,
+flat buffer. The blocks are therefore the same for any number of replicas. For tensors sharded by tensor parallelism,
 the blocks depend on the layout. When a run resumes in another layout, the moments of such tensors are quantized again.
 
 Master weights, moments and summed gradients may be in host memory instead of GPU memory. Data for a collective is then
@@ -207,7 +207,7 @@ class ZeroAdamW(Optimizer):
                 yield segment, start, stop
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients, and free their memory. Memory that several replicas share is not freed."""
+        """Discard accumulated gradients, and free their memory unless several replicas share it."""
         if self._reduce_buffer is None:
             self._flat = None
         self._gradient = self._gradient.new_zeros(0)
@@ -378,9 +378,8 @@ class ZeroAdamW(Optimizer):
     ) -> Iterator[StatePart]:
         """Yield the moments of a parameter, but only for those entries of the parameter that are in this rank's shard.
 
-        If tensor parallelism does not shard the parameter, its quantization blocks have the same boundaries in every parallel
-        layout, because each parameter starts at a block boundary. In this case, 8-bit moments are yielded as 8-bit codes and
-        scales. All other moments are yielded as fp32 numbers.
+        If tensor parallelism does not shard the parameter, 8-bit moments are yielded as codes and scales, because the
+        quantization blocks do not depend on the layout. All other moments are yielded as fp32 numbers.
         """
         if not state:
             return

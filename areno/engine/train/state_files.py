@@ -59,10 +59,10 @@ def full_index(shape: Sequence[int]) -> Index:
 
 
 def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[StatePart]:
-    """Split a range of a flattened tensor into rectangular shards.
+    """Split a range of a flattened tensor into parts that are rectangular in the shape before flattening.
 
-    ``values`` [N] are the entries of the range, which begins at ``start``. ``index`` describes the tensor before
-    flattening; see :data:`Index`. The flattened tensor may itself be a shard.
+    ``values`` [N] are the entries of the range, which begins at ``start``. ``index`` describes the tensor, which may itself
+    be a shard of a larger tensor; see :data:`Index`.
     """
     for box in _boxes_of_range([len(axis) for axis in index], start, start + len(values)):
         shape = [part.stop - part.start for part in box]

@@ -424,7 +424,7 @@ class TrainStep:
         """Divide rows into microbatches, one for each forward pass.
 
         An integer ``mini_bs`` limits the rows of a microbatch. If the loss declares the unit that it averages over (token,
-        sequence or pair), :func:`most_tokens` also limits the tokens, because smaller microbatches give the same result.
+        sequence or pair), the division does not change the result. In this case, :func:`most_tokens` also limits the tokens.
         """
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
@@ -449,8 +449,8 @@ def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:
-    """Return the number of rows per optimizer step. Raises ValueError if the loss is over pairs and a number of rows is odd,
-    or if ``mini_bs`` is a :class:`MicroBatching` and ``accumulation`` is set."""
+    """Return the number of rows per optimizer step. Raises ValueError if the loss is over pairs and ``rows``, ``mini_bs`` or
+    ``mini_bs.granularity`` is odd, or if ``mini_bs`` is a :class:`MicroBatching` and ``accumulation`` is set."""
     block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
     if unit == "pair" and (rows % 2 or block % 2):
         what = "mini_bs" if isinstance(mini_bs, int) else "mb_spec.granularity"

@@ -26,7 +26,7 @@ class TokenRecords:
         """Record the log-probs and clip flags of a forward pass over ``rows``.
 
         ``logprobs`` and ``clipped`` have one entry for each token of the concatenated rows, except for the first token of each
-        row. Rows without a number (``observed`` is -1), and rows that already have a record, are skipped.
+        row. Rows whose ``observed`` is -1, and rows that already have a record, are skipped.
         """
         start = 0
         for row in rows:
@@ -41,7 +41,7 @@ class TokenRecords:
         self._done.update(row.observed for row in rows)
 
     def take(self) -> dict[int, TokenRecord]:
-        """Return all records, and discard them. The key of a record is the number ``observed`` that identifies its row."""
+        """Return all records, and discard them. The key of a record is the attribute ``observed`` of its row."""
         parts, self._parts, self._done = self._parts, {}, set()
         return {
             number: TokenRecord([0.0, *values.tolist()], None if flags is None else [False, *flags.tolist()])

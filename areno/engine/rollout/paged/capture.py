@@ -73,7 +73,7 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """If an operation synchronizes with the host, raise an error, which (unlike errors in a capture) names the operation."""
+    """Raise an error if an operation synchronizes with the host. The error names the operation, unlike errors in a capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -65,7 +65,7 @@ class PagedRolloutLoop(RolloutLoop):
         self._pipeline = DecodePipeline(self.device_decode)
 
     def resize(self, budget_tokens: int, prefix_tokens: int) -> None:
-        """See :meth:`RolloutLoop.resize`. The old memory is freed at once, and the new memory is allocated on first use."""
+        """See :meth:`RolloutLoop.resize`. The old cache is freed at once. The new cache is allocated on first use."""
         self.drop_cache()
         super().resize(budget_tokens, prefix_tokens)
         pages = pages_for(budget_tokens, prefix_tokens, self.device_decode.max_rows)

@@ -41,7 +41,7 @@ class PagedCache(KVCache):
             captured CUDA graphs become invalid.
 
     Attributes:
-        table: block table [slots, width], int32, on the device. The entries after the last page of a row are not used.
+        table: block table [rows, pages per row], int32, on the device. The entries after the last page of a row are not used.
             They are outdated, or point to page 0, which is reserved for padding.
         reclaim: function that is called if no page is free. The function tries to free pages, and returns whether another call
             might free more pages.
@@ -186,8 +186,8 @@ class PagedCache(KVCache):
     def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
         """Let rows of the block table use pages of a snapshot instead of their own pages.
 
-        ``slots`` contains the indices of the rows. Each row gets those pages of the snapshot that hold the first ``length``
-        tokens of the context. ``length`` must be a multiple of the page size. Nothing is copied.
+        ``slots`` contains the indices of the rows. Each row gets the pages that hold the first ``length`` tokens of the
+        snapshot. ``length`` must be a multiple of the page size. Nothing is copied.
         """
         if snapshot.allocator is not self.allocator:
             raise EngineError(

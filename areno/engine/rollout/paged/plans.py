@@ -74,8 +74,8 @@ class PagedPrefillPlan(PrefillPlan):
 class PagedDecodePlan:
     """A decode step with one new token per row. Row i of the step uses row i of the block table.
 
-    The plan allocates no pages, so call :func:`open_cells` first. The computation depends only on tensors, so a captured CUDA
-    graph can be replayed after new positions are written to the same tensor.
+    The plan does not allocate the pages for the new tokens, so call :func:`open_cells` first. The computation depends only on
+    tensors, so a captured CUDA graph can be replayed after new positions are written to the same tensor.
 
     Args:
         cache: the KV cache.
