@@ -36,7 +36,7 @@ NO_REWARD = (
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
     """Yield an error message for each problem with the configured functions, classes and reward weights.
 
-    A function or class without a problem yields an empty string, which :meth:`Problems.raise_all` ignores.
+    Also yield an empty string for each function or class without a problem; :meth:`Problems.raise_all` ignores it.
     """
     for name in DATASETS:
         section = getattr(config, name)

@@ -134,11 +134,7 @@ class ExperimentPlan:
 
     @property
     def needed(self) -> int:
-        """Peak memory in bytes.
-
-        With ``together``, this is the peak of ``actor`` plus the peak of ``rollout`` plus ``transfer``. Otherwise, it is the
-        larger of the two peaks.
-        """
+        """Peak memory in bytes."""
         needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
         return sum(needs) + self.transfer if self.together else max(needs)
 
@@ -188,8 +184,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 def _share(sizes: ExperimentSizes, longest: int) -> int:
     """Return the peak memory in bytes of the training rank that needs the most memory.
 
-    Only the memory of tensors is included. The result is 0 for a layout with neither FSDP nor pipeline stages, for which
-    a :class:`MemoryPlan` suffices.
+    Only the memory of tensors is included. If the layout has neither FSDP nor pipeline stages, return 0.
     """
     layout, config = sizes.layout, sizes.config
     if not layout.fsdp and layout.pp_size == 1:

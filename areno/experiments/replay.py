@@ -34,7 +34,7 @@ _NOT_REPEATED = (
     *("memory_profiler=null", "stats_logger.tensorboard.path=null"),
     *(f"stats_logger.{service}.mode=disabled" for service in SERVICES),
 )
-"""Overrides of the run's settings, with which a replay neither evaluates nor reports to services."""
+"""Overrides that disable evaluation, dumps, profiling and tracking services in a replay."""
 _KEEPS_NOTHING = (
     "recover.mode=disabled",
     "saver.mode=off",
@@ -68,7 +68,7 @@ class ReplayPPOTrainer(PPOTrainer):
         ExperimentTrainer.load_part_states(self, parts, checkpoint)
 
     def prepare(self) -> None:
-        """Set the step count to the step of the recorded rows, even if the weights are from an earlier step."""
+        """Set the step count to the recorded step, because the checkpoint may be from an earlier step."""
         self.state.step = self.replay.step
 
     def data_size(self) -> dict[str, int]:

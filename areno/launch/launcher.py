@@ -152,7 +152,7 @@ class Names:
 
 
 class Launcher(Protocol):
-    """Starts tasks with the resources of their roles. A launcher must be closed.
+    """Starts each task as the :class:`RoleNeed` of its role specifies. A launcher must be closed.
 
     Attributes:
         names: name service of the tasks; None if all tasks run on this machine.

@@ -56,7 +56,7 @@ class LocalLauncher:
         """Do nothing, because this launcher reserves no resources."""
 
     def close(self) -> None:
-        """Do nothing, because a task exits once the caller of :meth:`start` closes the task's connection."""
+        """Do nothing, because the caller of :meth:`start` ends each task by closing its :class:`LinkedTask` connection."""
 
     def _start(self, task: Task) -> LinkedTask:
         need = self.needs.get(task.role, RoleNeed())

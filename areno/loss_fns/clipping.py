@@ -91,7 +91,7 @@ class Clip:
         return self.is_high(ratio, advantage) | self.is_low(ratio, advantage) | self.is_dual(ratio, advantage)
 
     def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
-        """Compute how often the bounds make the gradient of the loss 0, as fractions of the entries under ``mask``.
+        """Compute the fraction of the entries under ``mask`` that are clipped (see :meth:`removes`).
 
         The result has one fraction for all bounds together, and one fraction for each bound.
         """

@@ -74,8 +74,8 @@ def fill_gae(
     Args:
         row: changed in place.
         rewards: reward of each trained token, in order.
-        values: value after each token of the row. For a trained token i, which is never the first token of the row,
-            ``row.values[i]`` becomes ``values[i - 1]``, the value before token i.
+        values: value after each token of the row. The value before a trained token i, ``values[i - 1]``, becomes
+            ``row.values[i]``. The first token of a row is never trained.
         bootstrap: whether the value after the last trained token comes from ``values``, as is usual for a truncated
             response. If False, this value is 0.
     """

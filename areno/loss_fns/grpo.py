@@ -49,7 +49,7 @@ def grpo_loss_fn(
     - ``dr_grpo``: over sequences, after the sum over each sequence is divided by the constant ``max_tokens``. The
       constant removes the length bias (Liu et al. 2025, arXiv:2503.20783).
 
-    A sequence without response tokens contributes 0 to the sum, but counts in the number of sequences.
+    With ``sequence`` and ``dr_grpo``, a sequence without response tokens counts with the value 0.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and

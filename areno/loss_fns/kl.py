@@ -35,8 +35,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     - ``kl`` (alias ``k1``): d, which is unbiased, but may be negative.
     - ``abs``: \\|d\\|.
     - ``mse`` (alias ``k2``): d^2 / 2.
-    - ``low_var_kl`` (alias ``k3``): exp(-d) - 1 + d, which is never negative. d is clamped to the range
-      from -20 to 20, and the result to at most 10. Without these clamps, ``low_var_kl`` is unbiased.
+    - ``low_var_kl`` (alias ``k3``): exp(-d) - 1 + d, which is never negative. Only for this kind, d is clamped to the
+      range from -20 to 20, and the result to at most 10. Without these clamps, ``low_var_kl`` is unbiased.
 
     As loss terms, ``abs``, ``mse`` and ``low_var_kl`` pull the policy towards the reference. As a loss term, ``kl`` has
     a gradient that does not depend on the reference.

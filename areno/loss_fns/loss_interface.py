@@ -26,8 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class DataPack(TypedDict, total=False):
     """Keys of ``data_pack``. A key such as ``packed_advantages`` is missing if the rows have no ``advantages``.
 
-    A tensor of shape [A] has one entry for each token of the microbatch, except for the first token of each sequence,
-    which is never predicted (action axis, see the module).
+    [A] is the action axis (see the module): all tokens of the microbatch except the first token of each sequence.
     """
 
     packed_response_mask: Tensor  # bool [A], tokens that count

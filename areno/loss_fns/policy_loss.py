@@ -82,8 +82,8 @@ class _Terms:
 
     Log-probs and advantages are 0 outside the response mask.
 
-    With sequence-level importance sampling, ``ratio`` and ``advantage`` are means over the kept tokens of the sequence, which
-    are the tokens with ``weights.keep`` True. ``ratio`` is the geometric mean, and ``advantage`` the arithmetic mean.
+    With sequence-level importance sampling, all response tokens of a sequence have the same ``ratio`` (geometric mean) and
+    ``advantage`` (arithmetic mean). The means are over the tokens of the sequence for which ``weights.keep`` is True.
     """
 
     mask: Tensor
@@ -216,7 +216,6 @@ def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
 
 
 def _surrogate(terms: _Terms, knobs: PolicyLossConfig) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss l_t of each token (see :func:`policy_loss_fn`), and statistics to report with the loss."""
     ratio, advantage, clip = terms.ratio, terms.advantage, knobs.clip
     if knobs.use_sapo_loss:
         return _soft_gate(terms, knobs)

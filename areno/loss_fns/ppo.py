@@ -30,12 +30,12 @@ def ppo_loss_fn(
     kl_loss_coef: float = 0.001,
     kl_loss_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Compute the mean of l_t + kl_loss_coef KL_t over the response tokens t.
+    """Compute the mean of the clipped loss l_t over the response tokens t.
 
-    The clipped loss of token t is l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t). Where A_t < 0, l_t is at most
+    The clipped loss is l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t). Where A_t < 0, l_t is at most
     clip_ratio_c abs(A_t) (dual clip, Ye et al. 2020, arXiv:1912.09729). The importance ratio is r_t = pi(t) /
-    pi_old(t), and ``packed_logprobs`` contains log pi_old. KL_t is the KL divergence to the reference policy, or to
-    pi_old if the batch has no reference log-probs.
+    pi_old(t), and ``packed_logprobs`` contains log pi_old. With ``use_kl_loss``, the mean of kl_loss_coef KL_t is added.
+    KL_t is the KL divergence to the reference policy, or to pi_old if the batch has no reference log-probs.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids`` and

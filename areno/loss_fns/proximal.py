@@ -21,10 +21,10 @@ APPROXIMATIONS: tuple[Approximation, ...] = ("loglinear", "linear", "rollout")
 def interpolation_fraction(versions: Tensor, version: int) -> Tensor:
     """Return the interpolation weight alpha (0 to 1; see the module) of each token.
 
-    ``versions`` has, for each token, the version of the weights that sampled the token. ``version`` is the version of the
-    weights after the update, so the weights before the update have version ``version - 1``. alpha is 0 for tokens of
-    version ``version - 1``, and for prompt tokens, whose versions are negative. alpha is also 0 for tokens of version
-    ``version``, which do not occur in normal training.
+    ``versions`` has, for each token, the version of the weights that sampled the token, or a negative number for a prompt
+    token. ``version`` is the version of the weights after the update. alpha is 0 for prompt tokens, for tokens sampled with
+    the weights before the update (``version - 1``), and for tokens sampled with ``version`` itself, which do not occur in
+    normal training.
     """
     behind = (version - versions).double()
     alpha = ((behind - 1) / torch.where(behind == 0, 1.0, behind)).clamp(0, 1)

@@ -126,7 +126,7 @@ _METRICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def second_moment_keep(proximal: Tensor, behavior: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Select the tokens that M2PO keeps (Zheng et al. 2025, arXiv:2510.01161).
 
-    The tokens with the largest (log pi_b - log pi_p)^2 are masked until the mean of this square over the kept tokens is
+    The tokens with the largest (behavior - proximal)^2 are masked until the mean of this square over the kept tokens is
     below ``threshold``. At least one token is kept. The selection sorts all tokens of a batch, and therefore runs once,
     before the division into microbatches. The caller stores the result in the attribute ``keep`` of the training rows
     (:class:`areno.types.TrainSequence`).

@@ -122,7 +122,7 @@ class RewardShaping:
 class Credits:
     """Rewards of segments.
 
-    A segment is a set of tokens that share one reward, such as the tokens of a turn or of several rows.
+    A segment is a set of tokens that share one reward, such as a turn or a whole sample, which may have several rows.
     """
 
     rewards: Sequence[float]  # reward of each segment
@@ -142,9 +142,9 @@ def shape_advantages(
 
     Returns:
         Numbers (float64) by metric name, to report as mean, minimum and maximum. Per row: ``task_reward`` (raw),
-        ``kl_rewards`` (sum over the tokens), ``final_reward`` (shaped reward plus ``kl_rewards``), ``no_eos_ratios``,
-        ``prompt_len``, ``seq_len``, ``correct_seq_len`` (lengths of rows with a task reward above 0) and
-        ``incorrect_seq_len`` (lengths of all other rows). Per token: ``advantages``, and ``gae_advantages`` (the
+        ``kl_rewards`` (sum over the tokens), ``final_reward`` (shaped reward plus ``kl_rewards``), ``no_eos_ratios``
+        (1 if truncated, else 0), ``prompt_len``, ``seq_len``, ``correct_seq_len`` (only rows with a task reward above 0)
+        and ``incorrect_seq_len`` (all other rows). Per token: ``advantages``, and ``gae_advantages`` (the
         advantages before ``adv_norm``).
 
     Raises:

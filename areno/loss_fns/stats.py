@@ -2,8 +2,8 @@
 
 A loss reports statistics as objects of the classes in this module, such as :class:`Mean`. The engine merges the parts of
 these objects (sums, counts, minima and maxima) over the optimizer step and all ranks, and converts the result to scalars. If a
-loss reports a plain number instead, the engine averages it over the microbatches. As for the loss, the weight of a microbatch
-is its share of the step's tokens, sequences or pairs.
+loss reports a plain number instead, the engine averages it over the microbatches. The weight of a microbatch is the same as for
+the loss: its share of the step's tokens, sequences or pairs.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def of_all(values: Tensor) -> Quantity:
 def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
     """Create a decorator that turns a unit function, which returns a dictionary of quantities, into a loss.
 
-    The loss is the mean of the quantity ``loss``, which has one number per ``unit``. The loss also reports a statistic for
-    each entry of ``names`` (see :data:`Names`).
+    The loss is the mean of the quantity named ``loss``, which has one number per token, sequence or pair (``unit``). The loss
+    also reports a statistic for each entry of ``names`` (see :data:`Names`).
     """
 
     def decorate(units: UnitsFn) -> LossFn:

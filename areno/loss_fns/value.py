@@ -38,7 +38,7 @@ def value_loss_fn(
     """Compute L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2).
 
     coef is ``value_loss_coef``, V is the current value (``values``), V_old is the value before the update, and R is the
-    return. V_clip is V_old + clip(V - V_old, -eta, eta), where eta is ``cliprange_value``. The token has no gradient if
+    return. V_clip is V_old + clip(V - V_old, -eta, eta), where eta is ``cliprange_value``. A token has no gradient if
     abs(V - V_old) > eta and abs(V - R) < abs(V_clip - R): the maximum then selects the term with V_clip, which is constant.
 
     Args:

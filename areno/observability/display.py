@@ -204,7 +204,7 @@ class LiveProgress(ProgressDisplay):
 
 
 class Picture:
-    """A frame of the live display, for printing with the package ``rich``. Markup in the texts is not interpreted."""
+    """A frame of the live display, for printing with the package ``rich``. Markup in ``lines`` is not interpreted."""
 
     def __init__(self, lines: list[Line]) -> None:
         self.lines = lines

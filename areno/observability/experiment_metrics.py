@@ -1,6 +1,6 @@
 """Lists the statistics of experiments with their meanings. ``docs/statistics.md`` is generated from this list.
 
-The logger also exports the statistics in ``SHORT_NAMES`` and ``MEANS`` under shorter names.
+The logger also exports some statistics under shorter names; see :data:`SHORT_NAMES` and :data:`MEANS`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -335,8 +335,8 @@ SECTIONS: tuple[tuple[str, str, Exported, _Rows], ...] = (
 )
 """Sections of the list of statistics.
 
-Each section has a title, the prefix of its statistics' names, what its statistics export, and the name (without prefix) and
-the meaning of each statistic.
+Each section has a title, the prefix of its statistics' names, the exported numbers (see :data:`Exported`), and the name
+(without prefix) and the meaning of each statistic.
 """
 
 

@@ -353,7 +353,7 @@ def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
 def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:
     """Return whether rewards are equal within every group; None for fewer than two rewards.
 
-    If each group has only one sample, return whether the rewards of the whole batch are equal.
+    Groups of one sample are ignored. If there are no other groups, the whole batch counts as one group.
     """
     if len(rewards) != len(groups):
         raise ValueError(f"rewards and groups must have the same length, got {len(rewards)} and {len(groups)}")

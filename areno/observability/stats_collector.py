@@ -258,7 +258,7 @@ def reduced(parts: Mapping[str, Part]) -> dict[str, float]:
 
 
 def without_counts(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Omit the numbers ``name__count`` (see :data:`COUNT_SUFFIX`), which only code that combines several means needs."""
+    """Omit the counts ``name__count`` (see :data:`COUNT_SUFFIX`), which are needed only for averaging several means."""
     return {name: value for name, value in numbers.items() if not name.endswith(COUNT_SUFFIX)}
 
 

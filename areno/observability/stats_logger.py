@@ -1,8 +1,9 @@
 """Writes the statistics of each step of ``areno run`` to ``metrics.jsonl``, to the log and to tracking services.
 
 The log has a table per step. The heading of the table (``Epoch 1/5 step 6/19 global step 6``) counts steps from 1, whereas
-files count steps from 0. The heading also has the duration of the step and the time since the start of the run, including the
-time before a recovery. A service that fails is disabled, because training must not depend on an external server.
+files count steps from 0. The heading also has the duration of the step and the time since the start of the run. In a
+recovered run, this time continues from its value at the checkpoint. A service that fails is disabled, because training must not
+depend on an external server.
 """
 
 import logging
@@ -99,7 +100,7 @@ class StatsLogger:
             )
 
     def close(self) -> None:
-        """Send the statistics from :meth:`before_step` that no :meth:`commit` has sent. Then close the tracking services.
+        """Send the statistics of the last :meth:`before_step` if no step followed. Then close the tracking services.
 
         Further calls send nothing.
         """

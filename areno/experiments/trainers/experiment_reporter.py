@@ -27,8 +27,8 @@ _SHOWN = {
 class ExperimentReporter(Reporter):
     """Reports to the log, to the metrics file and to tracking services.
 
-    The keys of ``known_names`` are the names of statistics in the health monitor. The values are the names of the same
-    statistics in this experiment. ``fp32`` is whether both rollout and training compute in fp32.
+    ``known_names`` maps the health monitor's names of statistics to the names of these statistics in this experiment.
+    ``fp32`` is whether both rollout and training compute in fp32.
     """
 
     joins_evaluation: ClassVar[bool] = True

@@ -160,8 +160,8 @@ class DPOTrainer(SupervisedExperimentTrainer):
 def preference_loss(actor: DPOEngineConfig) -> LossFn:
     """Return the preference loss that the ``actor`` section configures.
 
-    If ``actor.algorithm`` is set, return the loss of this algorithm. Its statistics get the names of the DPO loss's
-    statistics if the loss was made with the decorator :func:`areno.loss_fns.units.mean_loss`.
+    If ``actor.algorithm`` is set, return the loss of this algorithm. If this loss was made with the decorator
+    :func:`areno.loss_fns.units.mean_loss`, it reports its statistics under the same names as the DPO loss.
 
     If ``actor.algorithm`` is not set, ``actor.loss_type`` selects the loss. IPO compares log-probs averaged per token, so its
     target 1 / (2 beta) does not depend on the length.

@@ -1,4 +1,4 @@
-"""Makes the parts of a policy update from settings: the models that score rows, the reward shaping, and the loss."""
+"""Turns settings into the parts of a policy update: the models that score rows, the reward shaping, and the loss."""
 
 import functools
 import inspect
@@ -49,7 +49,7 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
 
 
 def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> PolicySettings:
-    """Return the settings of the two stages before the optimizer steps: scoring the rows, and shaping their rewards.
+    """Return the settings for scoring the rows and shaping their rewards, which both precede the optimizer steps.
 
     Raises:
         UsageError: ``teacher.path`` is the address of a server that does not respond.
@@ -81,7 +81,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
 
 
 def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.partial[Any]:
-    """Return the loss of ``actor.algorithm``, or the policy loss if no algorithm is set, with its options."""
+    """Return the loss with its options bound: the loss of ``actor.algorithm``, or the policy loss if no algorithm is set."""
     loss: Any = policy_loss_fn
     if actor.algorithm:
         spec, options = named_algorithm(actor)
