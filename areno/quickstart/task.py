@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem is reserved for evaluation. This depends only on the two numbers, not on the wording."""
+        """Whether the problem is reserved for evaluation. This depends only on ``a`` and ``b``, not on ``wording``."""
         digest = hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
@@ -67,7 +67,7 @@ class Problem:
 
 
 def problem_count() -> int:
-    """Return the number of different pairs (a, b) in the task."""
+    """Return the number of ordered pairs of summands (a, b) in the task."""
     return (HIGH - LOW + 1) ** 2
 
 

@@ -1,4 +1,4 @@
-"""Formats options of a run with new values, for advice such as "Lower the learning rate: --lr 0.0003 (now 0.001)"."""
+"""Formats options for advice on a run, such as ``--lr 0.0003 (now 0.001)``."""
 
 from contextlib import suppress
 from typing import Any
@@ -68,7 +68,7 @@ class OptionAdvice:
     def kl(self) -> str:
         """An option and its value, such as ``--kl-coef 0.01``. The option adds a KL penalty relative to the initial model.
 
-        If the run recorded no option for a KL penalty, the text is ``a KL term``.
+        If the configuration of the run has no value for such an option, the text is ``a KL term``.
         """
         if self._is_experiment:
             return "actor.kl_loss_coef=0.01"

@@ -21,7 +21,7 @@ _NO_CAUSE = {
 
 
 def comparison_text(comparison: RunComparison) -> Iterator[str]:
-    """Yield the lines of a comparison: runs, first difference, settings, environment, curves."""
+    """Yield the lines of a comparison: runs, first step that differs, settings, environment, curves."""
     for letter, run in zip("AB", comparison.runs, strict=True):
         steps = f"{run['last_step'] + 1} steps"
         yield "  ".join(filter(None, [letter, run["path"], run["command"], run["algorithm"], steps, run["state"]]))
@@ -114,7 +114,6 @@ def _curves(curves: Sequence[CurveDifference]) -> Iterator[str]:
 
 
 def _table(rows: Iterable[list[str]]) -> Iterator[str]:
-    """Align the first column to the left and the other columns to the right."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -211,11 +211,12 @@ def _first_sample_step(a: Entries, b: Entries) -> int | None:
 def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) -> StepDifference:
     """Describe the first phase in which a step differs between two runs.
 
-    In general, the recorded samples determine the phase; see :func:`_sample_difference`. In two cases, it is instead the first
-    phase whose metrics differ:
+    In general, the phase is the result of :func:`_sample_difference`. In two cases, it is instead the first phase whose metrics
+    differ:
 
     - The samples agree, or a run has recorded no samples of the step.
-    - The recorded prompts agree, but a metric of the phase ``prompts`` differs. Prompts that were not recorded may then differ.
+    - The recorded prompts agree, but a metric of the phase ``prompts`` differs, which may be due to prompts that were
+      not recorded.
     """
     by_metrics = _metric_difference(step, pairs, _differs)
     samples = _samples(a, step), _samples(b, step)

@@ -17,7 +17,7 @@ from areno.reports.trends import SeriesTrend, finite, trend_of, window
 from areno.storage.metric_columns import Series
 
 TIED = 0.8
-"""Fraction of prompts, steps or answers that the checks of a run count as "nearly all".
+"""Minimum fraction of prompts, steps or answers that means "nearly all" in the checks of a run.
 
 For example, the run has little left to learn if, for at least this fraction of the prompts, all answers have the same reward.
 """

@@ -52,7 +52,8 @@ def explanations() -> tuple[Explanation, ...]:
 def explain(query: str) -> list[Explanation]:
     """Return the metrics that a query names; [] if no metric matches.
 
-    The query is a full name, a short name, or one of :data:`~areno.reports.run_data.KEYS`.
+    The query is a full name such as ``train/entropy``, a short name such as ``entropy``, or a key of
+    :data:`~areno.reports.run_data.KEYS` such as ``reward``.
     """
     exact = _by_full_name(query)
     if exact is not None:
@@ -88,8 +89,8 @@ def _documented() -> Iterator[Explanation]:
 def _by_full_name(query: str) -> Explanation | None:
     """Return the explanation of the metric with this full name; None if there is no explanation.
 
-    Some metrics are documented with only one prefix of ``_SCOPES``, for example ``train/``. The names with the other prefixes
-    get the same explanation.
+    Some metrics are documented with only one prefix of ``_SCOPES``, for example ``train/``. Their explanation also applies
+    to the other prefixes.
     """
     plain = _without_number(query)
     for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):

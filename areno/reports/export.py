@@ -77,7 +77,6 @@ def write_samples(runs: Mapping[str, RunData], path: Path) -> int:
 
 @contextmanager
 def _table(path: Path, schema: Mapping[str, str]) -> Iterator[Callable[[Sequence[Any]], None]]:
-    """Open a table file in a ``with`` statement. Yields a function that adds a row."""
     converters = [_CONVERTERS.get(kind, _text) for kind in schema.values()]
     rows: list[list[Any]] = []
     opener = _parquet if path.suffix == ".parquet" else _csv

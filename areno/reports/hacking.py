@@ -37,8 +37,8 @@ same minimum applies to answers with equal texts.
 SHORT_ANSWER = 20
 """Maximum length, in characters, of short answers such as yes or no.
 
-Many prompts may have the same correct short answer. So the minimum fraction of equal answers that indicates exploitation of the
-reward is ``NEARLY_ALL`` for short answers, and ``MOST`` for longer answers.
+Many prompts may have the same correct short answer. So ``NEARLY_ALL`` replaces ``MOST`` as the minimum fraction of equal
+answers if the answers are short.
 """
 NEARLY_ALL = 0.9
 """Minimum fraction of equal short answers that indicates exploitation of the reward.
@@ -168,7 +168,6 @@ def _repetitive(evidence: Evidence) -> _Sign | None:
 
 
 def _identical(evidence: Evidence) -> _Sign | None:
-    """Return a sign of reward hacking if different prompts get the same answer."""
     samples = evidence.samples
     indices, late = _best_answers(evidence, late=True)
     if len({samples.texts(index).get("prompt") for index in indices}) < 4:

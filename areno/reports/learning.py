@@ -23,8 +23,8 @@ LOST = 0.5
 FOLLOWS = 0.5
 """Held-out data confirms a change of the training metric if (held-out change) / (training change) is at least this number.
 
-For example, if the training reward rises by 0.4, a rise of the held-out reward by 0.2 is sufficient, even if the noise of the
-evaluations is larger.
+For example, if the training reward rises by 0.4, a rise of the held-out reward by 0.2 is sufficient, even if this rise is
+within the noise of the evaluations.
 """
 LOSS_NOISE = 0.002
 """Noise of a held-out loss, as a fraction of the loss. The noise is small, because all evaluations use the same examples."""
@@ -218,7 +218,6 @@ def _sentences(progress: Progress) -> list[str]:
 
 
 def _preferences(run: RunData) -> list[str]:
-    """For DPO and reward models, describe how often the model prefers the chosen answer of a pair."""
     parts = [
         f"{where} {values[0]:.0%} at the start and {values[-1]:.0%} at the end"
         for key, where in (("accuracy", "in training"), ("eval_accuracy", "on held-out data"))

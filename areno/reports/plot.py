@@ -66,8 +66,8 @@ def plot(runs: Runs, metrics: Sequence[str], layout: PlotLayout, size: tuple[str
 
     Args:
         runs: the runs of each curve. The curve of several runs is the mean over these runs.
-        metrics: names of metrics, or names in ``KEYS``. The chart of a metric omits a curve if there is no step at which
-            all runs of the curve recorded the metric.
+        metrics: names of metrics, or keys of ``KEYS`` such as ``reward``. The chart of a metric omits a curve if there is no
+            step at which all runs of the curve recorded the metric.
         layout: x axis, smoothing, title and size of each chart.
         size: width and height of the document with units; None uses the size of the layout in px.
 
@@ -144,7 +144,6 @@ def _curve(run: RunData, metric: str, layout: PlotLayout) -> tuple[NDArray[np.in
 
 
 def _last_of_each(steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the distinct steps in order, and the position of the last record of each step."""
     unique, first = np.unique(steps[::-1], return_index=True)
     return unique, len(steps) - 1 - first
 

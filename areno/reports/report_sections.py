@@ -282,7 +282,6 @@ def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[S
 
 
 def _extremes(samples: RunSamples) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield the best and the worst samples, with title and note. If all rewards are equal, yield the latest samples."""
     best, worst = (samples.extremes(EXTREMES, highest=highest) for highest in (True, False))
     if best and samples.rewards[best[0]] == samples.rewards[worst[0]]:
         yield "Latest", f"All recorded samples have the reward {short(samples.rewards[best[0]])}.", best
@@ -315,7 +314,7 @@ class Settings:
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """Return the settings of a configuration, with texts of bounded length."""
+    """Return the settings of a configuration, with long names and values shortened."""
     chosen, defaults = (
         [(bounded(name, VALUE_CHARS), bounded(value, VALUE_CHARS)) for name, value in part]
         for part in settings_of_run(config)

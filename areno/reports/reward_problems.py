@@ -109,7 +109,7 @@ def _nothing_to_learn(evidence: Evidence, value: str, always: bool) -> RunProble
 
 
 def tied_groups(evidence: Evidence) -> RunProblem | None:
-    """Detect that the answers to most prompts have equal rewards."""
+    """Detect that, for most prompts, all answers have the same reward."""
     share, indices = evidence.tied
     if share < TIED:
         return None
@@ -159,9 +159,9 @@ def truncated(evidence: Evidence) -> RunProblem | None:
 def _costs_reward(evidence: Evidence) -> bool:
     """Return whether truncated answers get clearly lower rewards than complete answers.
 
-    Return False if the rewards in the last steps are close to the highest reward of the run. The comparison requires at
-    least two truncated and two complete answers. If there are fewer, the function decides by the training reward instead: it
-    returns False if the training reward rises, and True otherwise.
+    Return False without a comparison if the rewards in the last steps are close to the highest reward of the run. The
+    comparison requires at least two truncated and two complete answers. If there are fewer, the function decides by the
+    training reward instead: it returns False if the training reward rises, and True otherwise.
     """
     if evidence.at_highest:
         return False

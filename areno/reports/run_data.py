@@ -139,7 +139,7 @@ class RunData:
     def sample(self, entry: Any, *, tokens: bool = True) -> dict[str, Any]:
         """Return the recorded sample to which an entry of the sample index refers.
 
-        If ``tokens`` is false, reading is faster, but the key ``rows``, which has the tokens, is usually missing.
+        If ``tokens`` is false, reading is faster, but the record may lack the key ``rows``, which has the tokens.
         """
         return self.files.read_sample(entry, tokens=tokens)
 

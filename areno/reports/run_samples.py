@@ -20,7 +20,7 @@ from areno.storage.sample_index import FLAGS
 CHECKED = 64
 """Default maximum number of samples that :meth:`RunSamples.spread` selects."""
 COMPARED = 400
-"""Recurring prompts are searched among this number of prompts at the start of a run, and the same number at its end.
+"""Recurring prompts are searched among the first ``COMPARED`` and the last ``COMPARED`` prompts of a run.
 
 If a step has several answers to a prompt, the prompt counts once.
 """
@@ -94,7 +94,7 @@ class RunSamples:
         return [int(index) for index in among[np.lexsort((among, has_rows, keys))][::-1][:count]]
 
     def spread(self, among: Indices, count: int = CHECKED) -> list[int]:
-        """Return at most ``count`` evenly spaced samples."""
+        """Return at most ``count`` samples, evenly spaced within ``among``."""
         return (
             [int(index) for index in among[np.unique(np.linspace(0, len(among) - 1, count).astype(int))]]
             if len(among)
@@ -154,8 +154,8 @@ class RunSamples:
     def prompts(self) -> tuple[int, int]:
         """Number of prompts, and number of distinct prompts.
 
-        Both numbers count the start and the end of the run together (see ``COMPARED``). In the first number, a prompt counts
-        once for each step that sampled it.
+        Only the prompts at the start and at the end of the run are counted (see ``COMPARED``). In the first number, a prompt
+        counts once for each step that sampled it.
         """
         return sum(map(len, self._by_prompt.values())), len(self._by_prompt)
 

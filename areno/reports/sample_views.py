@@ -19,7 +19,7 @@ SAMPLE_TOKENS = 400
 CONTEXT_CHARS = 600
 """Maximum number of characters that are shown of a prompt, of a data row, or of a segment that is shown as plain text."""
 MAX_SEGMENTS = 60
-"""Maximum number of segments of a training row that are shown."""
+"""Maximum number of segments shown for each training row."""
 TEXT_CHARS = 2000
 """If the tokens of an answer were not recorded, a report shows at most this many characters of the answer."""
 NAME_CHARS = 200
@@ -30,7 +30,7 @@ GAP = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """A token. ``numbers`` lists its values, such as log-prob and advantage, as text. ``marks`` has its CSS classes."""
+    """A token. ``numbers`` lists the token's values, such as log-prob and advantage, as text. ``marks`` has its CSS classes."""
 
     text: str
     numbers: str

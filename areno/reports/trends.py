@@ -31,9 +31,9 @@ class SeriesTrend:
         noise: standard error of ``last - first``.
         width: number of values in each mean.
         peak: highest mean over ``width`` successive values.
-        peak_step: last step of these values.
+        peak_step: step of the last value in the mean ``peak``.
         low: lowest mean over ``width`` successive values.
-        low_step: last step of these values.
+        low_step: step of the last value in the mean ``low``.
     """
 
     first: float
@@ -75,7 +75,7 @@ class SeriesTrend:
 
 
 def window(count: int) -> int:
-    """Return the number of values in the mean over the start of a series, and in the mean over its end.
+    """Return the number of values in each of two means: the mean over the start of a series, and the mean over its end.
 
     ``count`` is the length of the series. The result is 0 if ``count`` is below 2.
     """

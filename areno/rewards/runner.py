@@ -294,7 +294,7 @@ def describe_record(record: RewardRecord) -> str:
 
 
 class _RewardBatch:
-    """The records of one call of :meth:`RewardRunner.run`, their queues, and their outcomes."""
+    """The records of one call of :meth:`RewardRunner.run`, and their progress."""
 
     def __init__(self, records: list[RewardRecord]) -> None:
         self.records = records
@@ -311,11 +311,6 @@ class _RewardBatch:
         self.unfinished -= 1
 
     def take(self, slot: WorkerSlot, slots: int) -> list[int]:
-        """Return the next records for an idle worker.
-
-        If a record must not share a worker with other records, only this record is returned. Otherwise, a worker with an async
-        function gets an equal share of the records, and a worker with a plain function gets only a few records.
-        """
         if self.alone:
             return [self.alone.popleft()]
         if slot.is_async:

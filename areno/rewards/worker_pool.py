@@ -39,13 +39,13 @@ _BOOT = (
 class WorkerProcess:
     """A supervised Python process that exchanges messages with the process that started it.
 
-    When the process or its parent exits for any reason, all descendants of the process are killed.
+    If its parent exits, the process is killed. When the process exits for any reason, all its descendants are killed.
 
     Args:
         module: module whose ``main(settings)`` runs in the process. ``main`` must first call
             :func:`areno.rewards.supervisor.supervised`, which starts the supervisor.
-        settings: argument of ``main``, which must be convertible to JSON. This class adds the keys ``connection`` and
-            ``lifeline``, whose values ``main`` must pass to ``supervised``.
+        settings: argument of ``main``, which must be convertible to JSON. ``main`` also gets the keys
+            ``connection`` and ``lifeline``, whose values it must pass to ``supervised``.
         limit: maximum message size in bytes.
     """
 
@@ -167,7 +167,7 @@ class RewardThread:
         self.frames.close()
 
     def exit_reason(self) -> str:
-        """Return the error that ended the thread. The text is empty if the thread is running or ended without an error."""
+        """Return the error that ended the thread; "" if the thread is running or ended without an error."""
         return self._exit_reason
 
     def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:
