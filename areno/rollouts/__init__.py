@@ -1,7 +1,7 @@
 """Runs episodes, which return trajectories, and manages the replicas that generate tokens.
 
 - ``staleness``: limits the number of running episodes in ``areno run``, and finds trajectories that are too old.
-- ``dispatcher``: runs episodes in an ``episode_thread``, and forms batches; ``tasks``: the dispatcher's state.
+- ``dispatcher``: runs episodes, and forms batches; ``tasks``: its state; ``episode_thread``: the event loop of the episodes.
 - ``batches_ahead``: batches that ``areno train --rollout async`` generates ahead.
 - ``engine_client``: sends the requests of workflows to an engine; ``workflows``: define the episodes.
 - ``conversation``: records the turns of agents, and converts them to training rows.

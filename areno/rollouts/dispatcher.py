@@ -61,8 +61,8 @@ class BatchDispatcher:
         on_stale: ``regenerate`` reruns an episode whose trajectory exceeds ``max_staleness``; ``drop`` discards the trajectory.
         max_errors_in_a_row: the run ends after this many consecutive failed episodes; None: max(8, 2 * batch size).
         max_rejections_in_a_row: the same for consecutive failed or rejected episodes; None: max(128, 16 * batch size).
-        stall_report_s: seconds without progress after which a waiting method logs the state of the episodes.
-        stall_timeout_s: seconds without progress after which a waiting method raises an error.
+        stall_report_s: seconds without progress after which a method that waits for episodes logs their state.
+        stall_timeout_s: seconds without progress after which a method that waits for episodes raises an error.
         check_trajectory_format: check the keys, shapes and values of every trajectory.
         listener: function that is called at every status change of an episode, from any thread.
         stops_on: types of errors that end the run at once if an episode raises them.
@@ -144,8 +144,8 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Return all counts of :class:`RolloutStat` except ``claimed``, rejections by reason (``failed``, ``filtered``,
-        ``empty``), and ``restarted``, the number of rows that ran again with another workflow or filter."""
+        """Return the counts of :class:`RolloutStat` (without ``claimed``); the rejections by reason: ``failed``, ``filtered``
+        and ``empty``; and ``restarted``, the number of rows that ran again with another workflow or filter."""
         stat = self.staleness.stat
         names = ("enqueued", "running", "accepted", "rejected", "stale")
         return {**{name: getattr(stat, name) for name in names}, **self._counts}
@@ -161,7 +161,8 @@ class BatchDispatcher:
         Raises:
             DataError: the rows end before the batch is complete.
             EngineError: there was no progress for ``stall_timeout_s``, no episode can start, or the dispatcher is closed.
-            RolloutStoppedError: too many consecutive episodes failed or were rejected, or one raised an error in ``stops_on``.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or one raised an error of a
+                type in ``stops_on``.
         """
         self._adopt(EpisodePlan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
@@ -177,7 +178,7 @@ class BatchDispatcher:
 
     def run_rows(self, rows: Sequence[dict[str, Any]], plan: EpisodePlan, repeats: bool = False) -> Batch:
         """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
-        Seeds are derived from task ids, the consecutive numbers of all rows of the dispatcher. With ``repeats``, a task id is
+        Seeds are derived from task ids, which number the rows consecutively across calls. With ``repeats``, a task id is
         instead the index in ``rows``, so that a later call with the same rows uses the same seeds.
         Raises UsageError if rows from :meth:`prepare_batch` or :meth:`load_state` are still waiting in the queue. Also raises
         UsageError between a :meth:`load_state` that restored trajectories and the next :meth:`prepare_batch`."""
@@ -293,7 +294,6 @@ class BatchDispatcher:
             self._workflows.append(plan.workflow)
 
     def _adopt(self, plan: EpisodePlan) -> None:
-        """Use ``plan`` for all rows, and restart the rows that were started with another plan."""
         with self._changed:
             self._use(plan)
             again = []
@@ -434,8 +434,8 @@ class BatchDispatcher:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def _wait(self, name: str, ready: Callable[[], Result | None], more: Callable[[], bool]) -> Result:
-        """Call ``more`` and ``ready`` in turn, until ``ready`` returns a result. ``more`` reads data rows for further episodes
-        if there are too few, and returns whether the data may contain more rows."""
+        """Call ``more`` and ``ready`` in turn, until ``ready`` returns a result. ``more`` may read data rows, and
+        returns whether the data may contain more rows."""
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:
@@ -466,7 +466,6 @@ class BatchDispatcher:
                 )
 
     def _refuse_hopeless(self, name: str, may_come: bool) -> None:
-        """Raise an error if no episode is running and none can start. A paused dispatcher raises no error."""
         if self._running or self._paused:
             return
         if self._pending and self.staleness.capacity(self._version) <= 0:

@@ -7,8 +7,8 @@ number of further episodes that may start (:class:`RolloutStat` explains the cou
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
                     - (accepted + claimed + running) )
 
-If an episode is rejected or becomes stale, another episode usually replaces it. The episode is not replaced, but counts as
-claimed, if a dynamic batch counts it towards its size (see :class:`StalenessManager`).
+If an episode is rejected or becomes stale, another episode usually replaces it. But a dynamic batch (see
+:class:`StalenessManager`) may count the episode towards the batch size. Then the episode is claimed, and is not replaced.
 
 The formula limits the staleness. Let eta be ``max_head_offpolicyness``, and let B be ``max(1, consumer_batch_size)``, which is
 the number of episodes in a batch. Each batch increases the weight version by 1. An episode can start at version ``v`` only if
@@ -93,7 +93,7 @@ class StalenessManager:
             return min(room, (self.max_head_offpolicyness + version + 1) * self.batch_size - used)
 
     def enqueue(self, episodes: int = 1) -> None:
-        """Count episodes that wait for capacity."""
+        """Count further episodes as waiting for capacity."""
         self._add(enqueued=episodes)
 
     def begin(self) -> None:
@@ -117,8 +117,7 @@ class StalenessManager:
 
         Args:
             stale: count the episode as stale.
-            claimed: count the episode as claimed, so that no other episode may start in its place. A claimed episode counts
-                towards the size of a dynamic batch.
+            claimed: count the episode as claimed (see :class:`RolloutStat`), so that no other episode may start in its place.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
@@ -132,7 +131,7 @@ class StalenessManager:
         Args:
             version: current weight version.
             unused: number of accepted episodes that no batch has used.
-            claimed: number of claimed episodes (see :class:`RolloutStat`) that no batch has counted towards its size.
+            claimed: number of claimed episodes (see :class:`RolloutStat`) that no batch has counted yet.
         """
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)

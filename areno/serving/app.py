@@ -154,7 +154,6 @@ async def _chat(
 
 
 def _admit(service: Service, body: GenerationBody) -> ServedModel:
-    """Check the server's state, the model name and the length of the text. Raises ApiError if a check fails."""
     model = service.ready_model()
     service.check_model(body.model)
     service.check_characters(body.characters)

@@ -86,7 +86,6 @@ def _check(body: ChatRequest) -> None:
 
 
 def _format_param(body: ChatRequest) -> str:
-    """Return the name of the field that is reported as invalid."""
     return "response_format" if _tool_choice(body) == "none" and body.response_format is not None else "tools"
 
 

@@ -144,8 +144,6 @@ def _limited(receive: Receive, limit: int) -> Receive:
 
 
 class _ResponseSender:
-    """Forwards the messages of a response, stores the status, and adds a request id."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 0

@@ -1,8 +1,8 @@
 """The layer between HTTP and the engine: server state, admission control and the requests in flight.
 
 Almost all code runs in the thread of the event loop, with two exceptions. The thread that loads the model calls
-:meth:`Service.attach`, and sets :attr:`Service.failure` if loading fails. The worker threads that run the argument ``work`` of
-:meth:`Service.prepare` call :meth:`Service.seeds`.
+:meth:`Service.attach`, and sets :attr:`Service.failure` if loading fails. The functions that :meth:`Service.prepare`
+runs in worker threads call :meth:`Service.seeds`.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class Service:
     def check_characters(self, characters: int) -> None:
         """Raise ApiError 400 if a request has too much text. Called before tokenizing.
 
-        The check is skipped if the server records conversations for training: if such a conversation fills the context, the
-        client (an agent) must receive an empty response (see :func:`build_job`), not an error.
+        A server that records conversations for training skips the check. If a recorded conversation is too long for the
+        context, the client (an agent) must receive an empty response (see :func:`build_job`), not an error.
         """
         if self.recorder is not None:
             return

@@ -2,11 +2,11 @@
 
 A checkpoint is written under a temporary name, synced to disk, and then renamed. To delete a checkpoint, its folder is first
 renamed to a temporary name. When a checkpoint is replaced, the old checkpoint gets a temporary name, and is deleted last. If
-the process is killed, the next start or save removes the folders with temporary names. Exception: an old checkpoint gets its
-name back if the new checkpoint does not have its final name yet.
+the process is killed, the next start or save removes the folders with temporary names. But if the process was killed before
+the new checkpoint got its final name, the old checkpoint gets its name back.
 
-Two checkpoints of one step share files as hard links, if the file system supports them. Therefore, files are replaced and
-never modified in place.
+If ``best`` and a ``step_...`` checkpoint have the same step, they share files as hard links, if the file system supports these.
+Therefore, files are replaced and never modified in place.
 
 A checkpoint is damaged if a file is missing or has wrong contents. A resumed run uses the newest undamaged checkpoint, and
 renames newer, damaged checkpoints to ``.damaged-...``. If a checkpoint cannot be read because of an I/O error, the run ends

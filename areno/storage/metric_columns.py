@@ -18,9 +18,9 @@ from areno.storage.files import Opener, open_file
 from areno.storage.json_lines import NON_FINITE, as_float, records
 
 _PROBE = 4096
-"""How many bytes of the last line read so far are compared with the file, to detect that the file was replaced.
+"""How many bytes at the start of the last read line are compared with the file, to detect that the file was replaced.
 
-The first bytes of a line suffice, because they include the step and the time.
+These bytes suffice, because they include the step and the time.
 """
 
 
@@ -103,10 +103,6 @@ class MetricColumns:
         self._last = b""
 
     def _line_before(self, file: BinaryIO) -> bytes:
-        """Return the first bytes of the last line that :meth:`update` has read so far.
-
-        These bytes change only if the file is replaced.
-        """
         file.seek(self._read - self._length)
         return file.read(min(self._length, _PROBE))
 

@@ -77,7 +77,7 @@ class AgentServer:
         self.url = self._server.url
 
     def of_key(self, key: str) -> ConversationRecorder | None:
-        """Return the recorder of an API key. None if the key is unknown or revoked."""
+        """Return the recorder for requests with this API key. None if the key is unknown or revoked."""
         return self._tapes.get(key)
 
     def open(self, seed: int) -> AgentSession:

@@ -120,7 +120,7 @@ def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], ren
 
 
 def tokens_after(tokenizer: Any, anchor: str, text: str) -> list[int]:
-    """Return the tokens of ``text`` after ``anchor``. Some tokenizers encode text differently at the start of a string."""
+    """Return the tokens of ``text`` in ``anchor + text``. Some tokenizers encode text differently at the start of a string."""
     if not text:
         return []
     head, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
@@ -136,7 +136,7 @@ def _shows(rendered: str, text: Any) -> bool:
 def _after_answer(
     tokenizer: Any, past: Turn, history: list[dict[str, Any]], render: Render, before: str, after: str
 ) -> tuple[str, str]:
-    """Return the text that follows the sampled tokens of ``past``, and the ``anchor`` of :func:`tokens_after` for this text.
+    """Return the text that follows the sampled tokens of ``past``, and the ``anchor`` that :func:`tokens_after` needs for it.
 
     ``before`` is the rendered ``history``, which ends with the answer of ``past``. ``after`` also has the new messages.
     """
@@ -154,8 +154,8 @@ def _after_answer(
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
     """Return the result of :func:`_after_answer` for an answer that ended at the stop token ``end``.
 
-    In ``after``, the stop token usually ends the answer. In formats without an end token, the stop token starts the next turn.
-    Raises :class:`Forked` if it does neither.
+    Usually, the rendered answer ends with ``end``. In formats without an end token, the text of the next turn starts with
+    ``end``. Raises :class:`Forked` if neither is the case.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

@@ -28,7 +28,7 @@ def next_key(before: int, message: Message) -> int:
 
 
 def same_answer(original: Message, returned: Message) -> bool:
-    """Whether a client returned an assistant message unchanged. Missing ids and missing reasoning do not count as changes."""
+    """Whether a client returned an assistant message unchanged. ``returned`` may lack tool call ids and reasoning."""
     if _canonical(original) != _canonical(returned):
         return False
     reasoning = returned.get("reasoning_content")

@@ -83,7 +83,6 @@ class ConversationRecorder:
         return []
 
     def _edited(self, messages: Sequence[Mapping[str, Any]], keys: list[int], known: int) -> ForkReason | None:
-        """Return ``edited`` if a request has changed the history of a recorded conversation. Otherwise, return None."""
         pairs = zip(keys[known:], messages[known:], strict=True)
         answers = [key for key, message in pairs if message["role"] == "assistant"]
         began = keys[_opening(messages)] in self._openings
@@ -157,7 +156,6 @@ class ConversationRecorder:
 
 
 def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of the first user message, which identifies the conversation."""
     return next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
 
 
@@ -172,7 +170,6 @@ class _OpenTurn:
         return self._recorder.seeds(self.prompt_tokens, samples)
 
     def end(self, answer: RecordedSample) -> dict[str, Any]:
-        """Record the finished sample, and return the ``areno`` field of the response, with token ids and log-probs."""
         turn = self._recorder.keep(self._begun, answer)
         return {
             "turn": turn.id,

@@ -106,10 +106,10 @@ def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns from the root to ``turn``.
+    """Return the turns from the root to ``turn``, which is one of a sample's ``turns``.
 
-    A turn on this path may belong to another sample. Such a turn is replaced by the turn in ``turns`` that has the same prompt
-    tokens and sampled tokens, if there is one.
+    A turn on this path may belong to another sample. If ``turns`` contains a turn with the same prompt tokens and sampled
+    tokens, the path contains that turn instead.
     """
     own_turns = set(turns)
     path: list[Turn] = []

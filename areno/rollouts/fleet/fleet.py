@@ -166,7 +166,7 @@ class RolloutFleet:
 
         Raises:
             EngineError: the fleet is closed, or a request cannot be answered.
-            WorkerFailedError: a replica has used up its restarts, or restarts are disabled and no replica is left.
+            WorkerFailedError: a replica has used up its restarts; or restarts are disabled, and all replicas have failed.
         """
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
@@ -176,7 +176,7 @@ class RolloutFleet:
         return self._router.ended
 
     def cancel(self, future: Future[RolloutResult]) -> None:
-        """Abort one request. The request's future returns the partial answer."""
+        """Abort the request of ``future``. Then ``future`` returns the partial answer."""
         self._router.cancel(future)
 
     def load(self) -> EngineLoad:

@@ -249,7 +249,7 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
     """Join a process group of ``size`` members. Returns an empty string on success, otherwise the error.
 
     Args:
-        engine: engine of a trainer or a replica. All ranks of a replica's engine join, but only rank 0 of a trainer's engine.
+        engine: engine of a trainer or a replica. All ranks of a replica join. Of a trainer, only rank 0 joins.
         where: rendezvous of the members.
         channel: name of the process group.
         first: position of the engine's rank 0 among the members; 0 for the trainer. The engine's next ranks get the next
@@ -308,15 +308,16 @@ class DialledStore:
         return dist.TCPStore(self.host, self.port, size, False, patience)
 
     def open(self, name: str) -> None:
-        """Do nothing, because members can join a process group without an announcement."""
+        """Do nothing. Members can join a process group that was not announced."""
 
     def come(self, name: str, member: int) -> None:
         """Do nothing, because members are not counted (see :meth:`members`)."""
 
     def members(self, name: str) -> int:
-        """Return a number above the size of any process group, so that callers do not wait for more members.
+        """Return a number above the size of any process group, because the actual number of members is unknown.
 
-        The actual number of members is unknown. The members wait for each other later, when they form the process group.
+        A caller that waits for all members therefore continues at once. The members wait for each other when they form the
+        process group.
         """
         return 2**31
 

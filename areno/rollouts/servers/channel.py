@@ -1,7 +1,7 @@
 """Broadcasts weights from a trainer to vLLM servers.
 
 Uses vLLM's weight transfer calls and areno's transfer engine. vLLM expects the tensor names of the checkpoint. If the trainer's
-parameters have other names, the servers load the weights from folders.
+parameters have other names, nothing is broadcast, and the servers load the weights from folders.
 """
 
 import logging
@@ -123,7 +123,6 @@ class ServerChannel:
         return replica.receive(update)
 
     def _open_store(self, size: int) -> DialledStore:
-        """Open a TCP store for a process group with ``size`` members, and close the previous store."""
         self._store, port = serve_store(self._host, size, timedelta(seconds=PATIENCE_S))
         return DialledStore(self._host, port)
 

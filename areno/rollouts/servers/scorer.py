@@ -25,7 +25,7 @@ class ServerScorer:
     The API key is read from the environment variable ``OPENAI_API_KEY``.
 
     Raises:
-        UsageError: the server does not list its models.
+        UsageError: a request for the server's list of models fails.
     """
 
     def __init__(self, url: str, option: str, timeout_s: float) -> None:

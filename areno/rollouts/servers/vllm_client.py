@@ -41,7 +41,7 @@ class VllmCalls:
         self.transfers, self.joined = transfers, joined
 
     async def describe(self, http: httpx.AsyncClient) -> int:
-        """Return the context length. Also set the server's weight version to 0, the version of the initial weights."""
+        """Return the context length, and set the server's weight version to 0, the version of the initial weights."""
         models = (await get_json(http, "/v1/models"))["data"]
         await post_json(http, "/update_weight_version", {"new_version": "0"})
         return int(models[0]["max_model_len"])

@@ -40,7 +40,7 @@ class AgentProcesses:
         """Run a pickled agent, and return its rewards. On a timeout or cancellation, the agent's process and all child
         processes are killed.
 
-        The time limit of ``timeout_s`` seconds starts when a process is free.
+        The time limit of ``timeout_s`` seconds starts when the pool has a free process.
 
         Raises:
             AgentError: the agent raised an error, timed out, died, or returned something other than rewards.
