@@ -235,7 +235,6 @@ def _common(reasons: Iterable[str]) -> str:
 
 
 def _is_own(entry: Setting, declaration: type) -> bool:
-    """Whether a class declares a setting itself, or changes the default from the base class."""
     bases = [base for base in declaration.__mro__[1:-1] if entry.name in settings_of(base)]
     return not bases or entry.default_text != settings_of(bases[0])[entry.name].default_text
 

@@ -26,7 +26,7 @@ _NOTE = (
 
 
 def render() -> str:
-    """Return the tables as Markdown."""
+    """Return the tables of metrics as Markdown."""
     parts = []
     for title, prefix, rows in SECTIONS:
         lines = [

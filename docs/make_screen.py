@@ -46,7 +46,7 @@ def last_frame(command: list[str]) -> str:
 
 
 def main() -> None:
-    """Run the command in the script's arguments, and write and print the last frame of its live display."""
+    """Write ``PICTURE`` for the command in the script's arguments, and print the frame as plain text."""
     text = Text.from_ansi(last_frame(sys.argv[1:]))
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)

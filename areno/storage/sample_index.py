@@ -34,7 +34,8 @@ FLAGS = {"first": 1, "best": 2, "worst": 4, "truncated": 8, "rows": 16}
 """Bits of ``flags``. ``first``, ``best`` and ``worst``: the sample was recorded because it is the first, best or worst of its
 prompt's samples.
 
-``truncated`` means that the response reached its maximum length. ``rows`` means that the record contains tokens.
+``truncated`` means that the response reached its maximum length. ``rows`` means that the record has the key ``rows``, which
+contains the tokens.
 """
 Entries = NDArray[np.void]
 """Index entries of shape [samples] and type ``ENTRY``, in file order."""
@@ -167,7 +168,7 @@ def _scan(file: BinaryIO, start: int, stop: int) -> Entries:
 def _indexed(samples: Path, opened: Opener) -> Entries:
     """Return the entries of the index.
 
-    The file is not memory-mapped, because this process would crash if another process truncated the file.
+    The index is not memory-mapped, because this process would crash if another process truncated the index.
     """
     path = index_path(samples)
     if not path.exists():
@@ -177,7 +178,7 @@ def _indexed(samples: Path, opened: Opener) -> Entries:
 
 
 def _indexed_bytes(path: Path) -> int:
-    """Return the number of bytes of the samples file that an index covers; 0 without an index."""
+    """Return how many bytes of the samples file the index at ``path`` covers; 0 without an index."""
     if not path.exists() or path.stat().st_size < ENTRY.itemsize:
         return 0
     with open(path, "rb") as file:

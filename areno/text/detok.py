@@ -74,9 +74,9 @@ class IncrementalDetokenizer:
         return new
 
     def _settle(self, decoded: str) -> str:
-        """Emit a long sequence of invalid bytes, except for its end, which may belong to an incomplete character.
+        """Emit invalid bytes as replacement characters, except for the last bytes, which may begin a valid character.
 
-        Decoding the whole sequence again for each token would take quadratic time.
+        Without this, each further token would decode a long sequence of invalid bytes again, in quadratic time.
         """
         for cut in range(len(self._window) - _MAX_CHARACTER_BYTES, len(self._window)):
             head = self._decode(self._window[:cut])

@@ -296,8 +296,8 @@ class _Compiler:
     def text_until(self, end: str, rule: str, any_token: bool = False) -> list[str]:
         """Return rules for text up to and including ``end``.
 
-        ``any_token`` allows special tokens except EOS in the text before ``end``. It has no effect unless ``end`` contains a
-        special token.
+        ``any_token`` allows special tokens except EOS in the text before ``end``, but only if ``end`` itself contains a special
+        token.
         """
         if not any(token in end for token in self._special if token):
             return [f"{rule}[suffix={_quoted(end)}]: /(.|\\n)*/"]

@@ -116,7 +116,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any) -> Any:
-    """Parse arguments that are JSON text. Text that is not a JSON object is returned unchanged."""
     if not isinstance(value, str):
         return value or {}
     try:

@@ -1,8 +1,8 @@
 """Separate reasoning (``<think>...</think>`` and similar formats) from content, in complete or streamed messages.
 
 If the generation prompt already ends with the opening marker, the message starts inside the reasoning. Reasoning is
-recognized only at the start of a message, and later markers are treated as content. In gpt-oss's format, any part of a
-message may be reasoning.
+recognized only at the start of a message. Markers after the reasoning are treated as content. In gpt-oss's format, any part
+of a message may be reasoning.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
     Each checkpoint is written inside the context manager that ``writing(path)`` returns. By default, this context manager does
-    nothing. The training loop sets one that shows the save on the progress display. ``saved_step`` is the step of the newest
-    ``step_...`` checkpoint that this process wrote or resumed from; 0 if there is none. The checkpoint ``best`` does not change
-    ``saved_step``.
+    nothing. The training loop replaces ``writing``, to show on the progress display that a checkpoint is written.
+    ``saved_step`` is the step of the newest ``step_...`` checkpoint that this process wrote or resumed from; 0 if there is
+    none. The checkpoint ``best`` does not change ``saved_step``.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -51,9 +51,9 @@ class Checkpoints:
         """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if checkpoints are missing or disabled.
 
         Raises:
-            CheckpointError: all checkpoints (of ``step``, if set) are damaged, or a checkpoint cannot be read because of an I/O
-                error or an unsupported format. With ``spec.strict``, this error is also raised if a file belongs to another
-                user or can be written to by all users.
+            CheckpointError: the checkpoint of ``step`` or, without ``step``, every checkpoint is damaged. This error is also
+                raised if a checkpoint cannot be read because of an I/O error or an unsupported format. With ``spec.strict``, it
+                is also raised if a file belongs to another user or can be written to by all users.
         """
         if not self.spec.enabled:
             return None

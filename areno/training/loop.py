@@ -149,8 +149,8 @@ class TrainingLoop(ABC):
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:  # noqa: B027  (most have nothing more)
         """Restore the values that :meth:`part_states` and :meth:`rollout_state` returned for ``checkpoint``.
 
-        Called after the weights have been loaded. ``parts`` contains the values of :meth:`part_states`, but not the rollout
-        state, which :func:`areno.training.checkpoints.rollout_state` reads from ``checkpoint``.
+        Called after the weights have been loaded. ``parts`` contains only the values of :meth:`part_states`. To get the value
+        of :meth:`rollout_state`, call :func:`areno.training.checkpoints.rollout_state` with ``checkpoint``.
         """
 
     def save_at_stop(self) -> None:
@@ -198,7 +198,7 @@ class TrainingLoop(ABC):
     def fit(self) -> RunState:
         """Run all steps, and return the state. After an error or a signal (StopRequested), save the completed steps.
 
-        Nothing is saved if the error or signal came during an update, or before the state was restored.
+        Nothing is saved if the error or signal came during an update, or before the state was restored from the checkpoint.
         """
         try:
             self._restoring = True

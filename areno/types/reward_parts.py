@@ -74,7 +74,7 @@ class RewardParts:
     def problem(self, reward: float) -> str | None:
         """Return an error message for a reward; None if the reward is valid.
 
-        A valid reward is finite. Its parts include all parts that have a weight, and all parts of earlier rewards.
+        A valid reward is finite, and includes every part that has a weight or that an earlier reward included.
         """
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:

@@ -20,9 +20,9 @@ def no_expert(record: RoutingRecord) -> int:
 def continued(parts: Iterable[RoutingRecord | None], tokens: int) -> RoutingRecord | None:
     """Join the records of a conversation's requests into a record of ``tokens`` tokens.
 
-    Each request begins with all tokens of the previous request, so several requests may record the same token. The earliest
-    record is used, because later requests process the token again, and may choose other experts than those used in sampling.
-    Returns None if there is no record.
+    Each request begins with all tokens of the previous request, so several requests may record the same token. The token's
+    earliest record is used, because later requests process the token again, and may choose other experts than those used in
+    sampling. Returns None if there is no record.
     """
     known, pieces = 0, list[RoutingRecord]()
     for part in parts:

@@ -177,7 +177,7 @@ def _add_events(app: FastAPI, catalog: RunCatalog, stopping: asyncio.Event) -> N
 
     @app.get("/api/events")
     async def events(run: RunIds = []) -> StreamingResponse:  # noqa: B006
-        """Send events about new data of the runs with the IDs ``run``. Without IDs, send events about the list of runs."""
+        """Send events about new data of the runs whose IDs are in ``run``; without IDs, about the list of all runs."""
         followed = [await asyncio.to_thread(catalog.open, run_id) for run_id in dict.fromkeys(run)]
         headers = {"x-accel-buffering": "no"}  # a proxy passes each event on at once
         return StreamingResponse(changes.events(followed), media_type="text/event-stream", headers=headers)

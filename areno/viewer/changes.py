@@ -40,7 +40,7 @@ def sizes_of(run: OpenedRun) -> Parts:
 
 
 class Changes:
-    """Sends events to all clients, until ``stopping`` is set."""
+    """Sends events about new data of runs to all clients, until ``stopping`` is set."""
 
     def __init__(self, catalog: RunCatalog, stopping: asyncio.Event) -> None:
         self._catalog, self._stopping = catalog, stopping
@@ -49,8 +49,8 @@ class Changes:
     async def events(self, runs: Sequence[OpenedRun]) -> AsyncIterator[str]:
         """Yield an event for each change of ``runs``, with the run ID as ``run`` and the changed kinds of data as ``changed``.
 
-        If ``runs`` is empty, the events are about the list of runs. The first event is empty, and indicates that the stream has
-        begun.
+        If ``runs`` is empty, the events are about the list of all runs. The first event is empty, and indicates that the stream
+        has begun.
         """
         client = _Client()
         watches = [self._watch(run.id, partial(sizes_of, run)) for run in runs] or [self._watch(_ROWS, self._rows)]

@@ -58,8 +58,8 @@ def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -
 def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
     """Return the indices of at most ``limit`` (>= 4) values.
 
-    If there are more than ``limit`` values, they are divided into equally long sections. The indices are then those of the
-    minimum and maximum of each section, and of the first and last value.
+    If there are more than ``limit`` values, they are divided into equally long sections. The indices are then those of
+    the first and the last of all values, and of the minimum and maximum of each section.
     """
     if len(values) <= limit:
         return np.arange(len(values))
@@ -83,7 +83,7 @@ def _cursor(times: Series, count: int, records: int) -> str:
 
 
 def _known(times: Series, cursor: str) -> int:
-    """Return the number of values before a cursor; 0 if the cursor is malformed or from before a rewrite of the file."""
+    """Return the ``count`` of a :func:`_cursor`; 0 if it is malformed, or if the metrics file was rewritten afterwards."""
     try:
         count, records = (int(part) for part in cursor.split("/")[:2])
     except ValueError:

@@ -51,8 +51,8 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
     Returns:
         - ``recorded``: number of all samples
         - ``matching``: number of samples that pass the filters
-        - ``until``: number of samples to which the filters were applied, counted from the oldest sample. For the next page,
-          pass this number as ``query.until``, so that samples that are recorded in the meantime do not shift the pages.
+        - ``until``: only the first ``until`` samples of the run were considered. For the next page, pass this number as
+          ``query.until``, so that samples that are recorded in the meantime do not shift the pages.
         - ``samples``: entries as in :func:`describe_entry`, with ``reward_parts`` and ``excerpt``. ``excerpt`` is null if the
           sample's line is damaged or too long.
         - ``next``: offset of the next page; None on the last page. A text search reads only a limited part of the
@@ -88,8 +88,8 @@ def sample_page(run: OpenedRun, query: SampleQuery) -> dict[str, Any]:
 def read_one(run: OpenedRun, index: int) -> dict[str, Any]:
     """Return the whole ``record`` of a sample, with ``index``, ``recorded`` and ``same_prompt``.
 
-    ``recorded`` is the number of all samples. ``same_prompt`` lists all samples of the same prompt in the same step, in
-    the form of :func:`describe_entry`.
+    ``recorded`` is the number of all samples of the run. ``same_prompt`` lists all samples of the same prompt in the same
+    step, in the form of :func:`describe_entry`.
 
     Raises:
         ApiError: there is no such sample, or the sample's line is too long or unreadable.
@@ -185,7 +185,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _excerpt(record: dict[str, Any] | None, needle: str) -> dict[str, Any] | None:
-    """Return the text around the first match of ``needle`` as ``excerpt``, and the ``reward_parts``; None without a match."""
+    """Return ``excerpt``, the text around the first match of ``needle``, and ``reward_parts``; None without a match."""
     if record is None:
         return None if needle else {"excerpt": None, "reward_parts": {}}
     texts = _texts(record) if needle else [str(record.get("completion") or "")]

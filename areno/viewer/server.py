@@ -1,4 +1,4 @@
-"""Runs the server of ``areno view``: opens its address, runs the event loop, and stops on a signal."""
+"""Runs the server of ``areno view``: listens on its address, runs the event loop, and stops on a signal."""
 
 import asyncio
 import contextlib

@@ -159,9 +159,9 @@ def _last_phase(run: OpenedRun, files: list[Path], until: float | None) -> float
 
 
 def _phases(run: OpenedRun, files: list[Path], begin: float, end: float) -> tuple[list[dict[str, Any]], bool]:
-    """Return up to ``MAX_SPANS`` phases that overlap a time window: those that ended last, in order of their ends.
+    """Return the phases that overlap a time window, in order of their ends, and whether some of these phases are omitted.
 
-    Also return whether other phases of the window are omitted.
+    If there are too many phases (see ``MAX_SPANS``), the phases that ended first are omitted.
     """
     phases, more = [], False
     for path in files:

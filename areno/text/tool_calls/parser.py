@@ -114,7 +114,7 @@ these rules:
 
 - If the scanner is called again with more text, it continues at the position that its last call reached.
 - It finds markers with :meth:`GrowingText.find`.
-- It does not read far beyond the end of its result.
+- It does not read far beyond the ``end`` of the result that it returns.
 """
 
 

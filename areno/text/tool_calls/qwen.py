@@ -20,8 +20,8 @@ _SPACE = re.compile(r"\s*")
 def _tag_or_json(*tags: str) -> CallFormat:
     """Create the format of ``<tool_call>`` blocks with JSON.
 
-    If one of ``tags`` follows ``<tool_call>``, then ``<tool_call>`` is only a wrapper (see :class:`ScanResult`), and another
-    format parses the call from this tag on.
+    If one of ``tags`` follows ``<tool_call>``, then ``<tool_call>`` is a wrapper (see :class:`ScanResult`), and the call is
+    parsed by the format that begins with this tag.
     """
     (json_block,) = HERMES.formats
 

@@ -38,8 +38,8 @@ def plan_passes(
 ) -> list[list[int]]:
     """Return the row indices of each minibatch of a step, in order.
 
-    ``groups`` contains the group number of each row. A group consists of the rows of one prompt or, with ``order="rows"``, of
-    a single row. With ``order="prompts"``, each pass over the rows shuffles the groups. With ``order="rows"``, the first pass
+    ``groups`` contains the group number of each row. The caller must form one group per prompt or, with ``order="rows"``, one
+    group per row. With ``order="prompts"``, each pass over the rows shuffles the groups. With ``order="rows"``, the first pass
     keeps the order of the groups, and each later pass shuffles the groups. The shuffled order depends only on ``seed``,
     ``step`` and the number of the pass. Each pass splits the groups into minibatches with about equal numbers of rows. Rows of
     one group stay together, so there are at most as many minibatches as groups. A single pass with a single minibatch keeps

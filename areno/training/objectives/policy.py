@@ -61,10 +61,10 @@ class Prepared:
     """Rows that are ready for the update, with statistics.
 
     Attributes:
-        populations: the values of each metric, such as one value per row, by metric name. Mean, minimum and maximum of the
-            values are to be reported. If :meth:`PolicyObjective.prepare` was called with ``credits`` (rewards of segments), the
-            metrics are those that :func:`~areno.loss_fns.shaping.credit_advantages` returns. Otherwise, they are those that
-            :func:`~areno.loss_fns.shaping.shape_advantages` returns, except ``gae_advantages``.
+        populations: for each metric name, the values of the metric, for example one value per row. Mean, minimum and maximum
+            of the values are to be reported. If :meth:`PolicyObjective.prepare` was called with ``credits`` (rewards of
+            segments), the metrics are those that :func:`~areno.loss_fns.shaping.credit_advantages` returns. Otherwise, they are
+            those that :func:`~areno.loss_fns.shaping.shape_advantages` returns, except ``gae_advantages``.
         divergences: estimates of the KL divergence between the sampling policy and the policy before the update, averaged
             over the trained tokens.
     """

@@ -6,9 +6,9 @@ a policy without an adapter computes the log-probs before its first step. After 
 already been trained, so the reference is loaded unless its log-probs are cached.
 
 A cache file's name is a hash of all inputs: the token rows, the loss masks, the files of the reference checkpoint, the
-compute dtype, the quantization, and the seed of random weights. If an input changes, the old file is not read. The files are
-in ``ref_logprobs`` in the cache folder (by default ``~/.cache/areno``, see :mod:`areno.cache_folder`), and may be deleted at
-any time.
+compute dtype, the quantization, and the seed of the initial weights if they are random. If an input changes, the old file is
+not read. The files are in ``ref_logprobs`` in the cache folder (by default ``~/.cache/areno``, see :mod:`areno.cache_folder`),
+and may be deleted at any time.
 """
 
 import functools
@@ -151,7 +151,8 @@ def checkpoint_digest(checkpoint: str) -> str:
 def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str:
     """Return the cache key for the log-probs of rows.
 
-    ``digest`` is from :func:`checkpoint_digest`. ``dtype`` describes the compute dtype and related settings.
+    ``digest`` is from :func:`checkpoint_digest`. ``dtype`` states the compute dtype and, if used, the quantization and the
+    seed of random initial weights.
     """
     key = hashlib.sha256(f"{_FORMAT}\n{digest}\n{dtype}\n{len(rows)}\n".encode())
     for row in rows:
