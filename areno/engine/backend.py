@@ -49,7 +49,7 @@ class Generator(Protocol):
         """Abort the request of ``future``. The future's result then contains the tokens sampled before the abort."""
 
     def load(self) -> EngineLoad:
-        """Return the number of queued and running samples, the KV cache use, and token totals, all summed over the replicas."""
+        """Return the current load, summed over the replicas."""
 
 
 class Backend(Generator, Protocol):

@@ -246,7 +246,10 @@ PROBLEMS = {
     ),
     "a negative step": (["--step", "-1"], "--step must be at least 0, got -1"),
     "no update": (["--step", "2", "--updates", "0"], "--updates must be at least 1, got 0"),
-    "an option of the rollout": (["--step", "2", "--temperature", "2"], "--temperature has no effect, because areno replay repeats updates"),
+    "an option of the rollout": (
+        ["--step", "2", "--temperature", "2"],
+        "--temperature has no effect, because areno replay repeats updates",
+    ),
     "a typing error": (["--step", "2", "--lrr", "1"], "--lrr is not an option (did you mean --lr?)"),
     "an option of another algorithm": (["--step", "2", "--lam", "0.9"], "--lam 0.9 applies to --algo ppo, not to"),
     "an algorithm with a critic": (["--step", "2", "--algo", "ppo"], "cannot train on samples of gspo"),
