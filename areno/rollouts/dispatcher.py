@@ -180,8 +180,8 @@ class BatchDispatcher:
         """Run one episode per row, and return accepted trajectories in row order. Raises the errors of :meth:`prepare_batch`.
         Seeds are derived from task ids, which number the rows consecutively across calls. With ``repeats``, a task id is
         instead the index in ``rows``, so that a later call with the same rows uses the same seeds.
-        Raises UsageError if rows from :meth:`prepare_batch` or :meth:`load_state` are still waiting in the queue. Also raises
-        UsageError between a :meth:`load_state` that restored trajectories and the next :meth:`prepare_batch`."""
+        Raises UsageError if rows from :meth:`prepare_batch` or :meth:`load_state` are still waiting in the queue, or if
+        :meth:`prepare_batch` has not been called since :meth:`load_state` restored trajectories."""
         with self._changed:
             if self._pending or any(task.plan is None for task in self._finished):
                 raise UsageError(
