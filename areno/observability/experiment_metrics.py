@@ -127,7 +127,7 @@ _UPDATE: _Rows = (
     ),
     (
         "dual_clip_ratio",
-        "among the trained tokens not masked by rejection sampling or M2PO: fraction of tokens whose loss the dual clip limits",
+        "fraction of tokens whose loss is limited by the dual clip (tokens masked by rejection sampling or M2PO do not count)",
     ),
     (
         "behave_imp_weight",
@@ -152,13 +152,13 @@ _UPDATE: _Rows = (
     ),
     (
         "sapo_scaled_gate_pos",
-        "with SAPO, for each token with an advantage above 0: factor by which the loss multiplies the advantage, "
-        "(4 / sapo_tau_pos) times sapo_soft_gate",
+        "with SAPO, for each token with an advantage above 0: sapo_soft_gate times 4 / sapo_tau_pos. The loss multiplies the "
+        "advantage by this factor",
     ),
     (
         "sapo_scaled_gate_neg",
-        "with SAPO, for each token with an advantage of 0 or less: factor by which the loss multiplies the advantage, "
-        "(4 / sapo_tau_neg) times sapo_soft_gate",
+        "with SAPO, for each token with an advantage of 0 or less: sapo_soft_gate times 4 / sapo_tau_neg. The loss multiplies "
+        "the advantage by this factor",
     ),
 )
 _UPDATE_COUNTS: _Rows = (
@@ -198,8 +198,8 @@ def _approximated(method: str) -> _Rows:
     return (
         (
             "approx_logp",
-            "log-prob of each trained token under the proximal policy (the policy at the start of the update), approximated "
-            f"by the method {method} of the setting prox_logp_method",
+            "approximate log-prob of each trained token under the proximal policy (the policy at the start of the update), "
+            f"computed as with prox_logp_method={method}",
         ),
         (
             "behave_imp_weight",
@@ -241,8 +241,8 @@ _VERSIONS: _Rows = (
     *(
         (
             f"sample_staleness_{policy}_{part}",
-            f"{statistic} staleness of the trained tokens: number of weight updates between the version that sampled the token "
-            f"and the version {when} this update",
+            f"{statistic} staleness of the trained tokens: the weight version {when} this update, minus the weight version "
+            "that sampled the token",
         )
         for policy, when in (("proximal", "before"), ("theta", "after"))
         for part, statistic in (("avg", "mean"), ("max", "maximum"), ("min", "minimum"))
@@ -295,7 +295,7 @@ _TIMES: _Rows = (
     ("eval", "time of the evaluation"),
 )
 _MEMORY: _Rows = (
-    ("peak_resident_gib", "sum of the peak resident memory of the run's processes on this machine so far, in GiB"),
+    ("peak_resident_gib", "peak resident memory so far, summed over the run's processes on this machine, in GiB"),
     (
         "available_gib",
         "memory that is available after the step, in GiB: the smaller of the machine's free memory and the "

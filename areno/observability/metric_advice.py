@@ -223,7 +223,7 @@ ADVICE: dict[str, Advice] = {
     "train/agent_filtered_long": Advice("", "Raise --max-context-len, or shorten the conversations", 0, 0),
     "train/agent_forks": Advice(
         "",
-        "The log counts forks of conversations by cause, and docs/agentic.md explains the causes",
+        "The log reports the number of forks for each cause. docs/agentic.md explains the causes",
         0,
         0,
     ),
@@ -242,8 +242,8 @@ ADVICE: dict[str, Advice] = {
         low=0,
     ),
     "train/dpo_accuracy": Advice(
-        "0 to 0.5 in the first step of DPO: all implicit rewards are 0 up to rounding, and a tie counts as 0. "
-        "Later 0.6 to 0.95",
+        "0 to 0.5 in the first step of DPO, where all implicit rewards are equal up to rounding, and a pair with equal rewards "
+        "does not count. Later 0.6 to 0.95",
         _RISING_PAIRS,
     ),
     "train/dpo_reward_margin": Advice("rises above 0. In DPO, the margin starts at 0", _RISING_PAIRS),

@@ -309,7 +309,7 @@ _MEMORY: _Rows = (
     (
         "peak_resident_gib",
         "GiB",
-        "sum of the peak resident memory of the run's processes on this machine so far",
+        "peak resident memory so far, summed over the run's processes on this machine",
     ),
     (
         "available_gib",
