@@ -162,7 +162,7 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Raise UsageError if rows lack their sampling temperature, and the default temperature of 1 may be wrong.
+    """Raise UsageError if the default temperature of 1 may be wrong for rows that lack their sampling temperature.
 
     A row needs a temperature if it has log-probs. The default may be wrong if the trainer has sampled at a temperature other
     than 1. ``sampled_at`` contains all temperatures at which the trainer has sampled.

@@ -33,7 +33,7 @@ class ReplayTrainer(RolloutTrainer):
     keeps: bool  # write a checkpoint after the last update
 
     def load_models(self) -> None:
-        """Load the models of the algorithm. No reward model is loaded, because the rewards are recorded."""
+        """Load the models of the algorithm. No reward model is loaded, because the recorded rows include rewards."""
         self.load_roles(self.roles())
 
     def prepare(self) -> None:

@@ -88,7 +88,7 @@ def _batches(rows: Sequence[Mapping[str, Any]], size: int, source: str) -> Itera
 
 
 class _ServerAnswers:
-    """Requests ``n_samples`` answers to each prompt from a server. Each answer has its own seed."""
+    """Requests ``n_samples`` answers from a server for each prompt. Each answer has its own seed."""
 
     def __init__(self, client: OpenAIClient, sampling: SamplingParams, n_samples: int, seed: int) -> None:
         self._client, self._n_samples, self._seed = client, n_samples, seed

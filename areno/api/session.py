@@ -54,7 +54,7 @@ class RolloutSession:
 
     @property
     def agent_context(self) -> AgentContext:
-        """URL and API keys for agents. ``areno train`` passes agents an :class:`areno.api.agentic.AgentContext` as ``ctx``."""
+        """URL and API keys for agents. In ``areno train``, the argument ``ctx`` of an agent has the same type."""
         if self._context is None:
             from areno.api.agentic.context import AgentContext
 

@@ -2,8 +2,9 @@
 
 The options of commands with many options are declared outside this package:
 
-- ``train``, ``plan``: ``areno/config/*_options.py``; options of one algorithm: also ``areno/algorithms/<name>.py``.
-- ``eval``, ``export``: ``areno/config/eval_options.py``; ``serve``, ``chat``: ``areno/config/serve_options.py``.
+- ``train``, ``plan``: ``areno/config/*_options.py``, and for some algorithms ``areno/algorithms/<name>.py``.
+- ``eval``, ``export``: ``areno/config/eval_options.py``.
+- ``serve``, ``chat``: ``areno/config/serve_options.py``.
 - ``run``, ``launch``: ``areno/config/experiment/*_sections.py``, for settings in a YAML file or as ``key=value``.
 
 The modules of the other commands declare their own options:

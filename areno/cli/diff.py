@@ -1,4 +1,4 @@
-"""``areno diff``: shows how two runs differ, and finds the first step that differs and the reason."""
+"""``areno diff``: shows how two runs differ, finds the first step that differs, and lists possible causes."""
 
 import json
 from collections.abc import Sequence

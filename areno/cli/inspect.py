@@ -1,4 +1,4 @@
-"""``areno inspect``: lists the samples of a run, or shows one sample by turns and tokens.
+"""``areno inspect``: lists the samples of a run, or shows the conversation and the tokens of one sample.
 
 The command reads only the run directory, and needs neither model nor tokenizer. The run may be in progress, or come from
 another machine.

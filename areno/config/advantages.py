@@ -1,7 +1,7 @@
 """The registry of advantage estimators. Built-in estimators are imported lazily: listing their names does not import torch.
 
-An estimator is a function ``(rewards, groups) -> advantages``. Both arguments have one item per sample of a step: ``rewards``
-contains the sample's reward, and ``groups`` the index of the sample's prompt.
+An estimator is a function ``(rewards, groups) -> advantages``. For each sample of a step, ``rewards`` contains the
+reward, and ``groups`` contains the index of the prompt.
 """
 
 from collections.abc import Callable, Sequence

@@ -49,7 +49,7 @@ class AlgorithmSpec:
     """Declaration of an algorithm; see docs/algorithms.md#your-own.
 
     If a parameter of the loss function has the name of an option, the parameter receives the option's value. This applies to
-    the options that ``options`` declares, to those that ``uses`` lists, and to areno's built-in options of this algorithm. If
+    the options in the attributes ``options`` and ``uses`` (see below), and to areno's built-in options of this algorithm. If
     the name of a built-in option starts with the algorithm's name, the parameter's name omits this prefix: the parameter
     ``clip_eps`` of GRPO's loss receives ``grpo_clip_eps``.
 

@@ -42,7 +42,7 @@ class TrainOptions(
 
     @property
     def checkpoint_path(self) -> Path:
-        """Folder of checkpoints like ``step_000100``: ``--save-path``, or by default ``checkpoints`` in the run directory."""
+        """Folder that contains the checkpoints: ``--save-path``, or by default ``checkpoints`` in the run directory."""
         return Path(self.save_path) if self.save_path else self.run_path / "checkpoints"
 
     @property

@@ -20,14 +20,14 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The equivalent of a setting of another tool: an option, or a note.
+    """For a setting of another tool, the equivalent option or an explanatory note.
 
     Attributes:
         option: the equivalent option; empty if no single option is equivalent.
         note: explanation for a setting or a value without an equivalent option.
-        value: function that receives the setting's value and all settings, and returns the option's value: True if the
-            option is a flag without a value, an empty text if no option is needed, and None if the setting's value has no
-            equivalent.
+        value: function that receives the setting's value and all settings, and returns the option's value. Special
+            results: True for a flag, which has no value; an empty text if no option is needed; None if the setting's value
+            has no equivalent.
         together: whether :mod:`areno.config.conversion` combines the setting with other settings to derive options. In
             this case, ``option`` is empty.
         known: values that are converted; empty means all.

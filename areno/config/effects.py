@@ -21,7 +21,7 @@ AGENT_OPTIONS = (
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names as in ``a``, ``a and b``, ``a, b and c``."""
+    """Join names to a text such as ``a, b and c``."""
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
@@ -166,7 +166,7 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
 
 
 def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:
-    """Yield options of KL terms and of the reference model that have no effect, with the reasons."""
+    """Yield options without effect, with the reasons: options of KL terms and of the reference model."""
     ppo = spec.name == "ppo" or "use_kl_loss" in spec.uses
     if options.kl_reward_coef == 0:
         yield "kl_reward_type", "has no effect without a KL penalty; set --kl-reward-coef too"

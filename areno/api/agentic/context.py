@@ -12,8 +12,8 @@ class AgentContext:
     """Context of one agent call: the URL, the API keys, and the responses recorded under these keys.
 
     Attributes:
-        api_key: API key shared by all samples of the call. The server assigns a request with this key to the recorded
-            conversation whose messages the request repeats.
+        api_key: API key shared by all samples of the call. If a request with this key repeats the messages of a recorded
+            conversation, the server assigns the request to that conversation.
         sampling_params: default sampling parameters of requests.
         max_running_prompts: maximum number of samples (not prompts) decoded concurrently; None uses the trainer's limit.
     """
@@ -52,7 +52,7 @@ class AgentContext:
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).recorder.turns)])
 
     def turn(self, turn_id: str | None, item: AgentItem) -> Turn:
-        """Return a recorded turn of the task ``item`` by its id.
+        """Return the recorded turn with the id ``turn_id``. The turn must belong to the task ``item``.
 
         Raises ValueError if the turn belongs to another task, or was not recorded during this agent call.
         """

@@ -1,7 +1,7 @@
 """The conversation loop of all environments, and the protocol of an environment.
 
-:func:`converse` repeats three stages: the model answers, the tools called in the answer run, and the environment takes
-a step.
+:func:`converse` repeats three stages: the model answers, the tool calls in the answer are executed, and the environment
+takes a step.
 """
 
 from __future__ import annotations

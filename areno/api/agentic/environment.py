@@ -130,7 +130,8 @@ def generate_records(
     end.
 
     Args:
-        draw: function that creates one record, given a ``random.Random`` and, as keywords, the values of ``flags``.
+        draw: function that creates one record from a ``random.Random`` and one keyword argument per flag in ``flags``: True
+            if the flag is set, otherwise False.
         flags: names and help texts of additional flags. The name ``held_out`` becomes ``--held-out``.
         argv: command-line arguments; None uses the arguments of the process.
     """

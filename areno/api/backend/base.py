@@ -18,8 +18,8 @@ class ArenoConfig:
         dp_size: data-parallel size; None means ``world_size // tp_size``.
         devices: device number of each rank.
         dummy_load: whether to initialize random weights instead of loading the weights of the checkpoint. A reference
-            model with the same checkpoint gets the same random weights. Models with another checkpoint, frozen critics and
-            frozen reward models are loaded as usual.
+            model with the same checkpoint gets the same random weights. Frozen critics, frozen reward models, and models
+            with another checkpoint are loaded as usual.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerOptions`.
         runtime: a dict with the keys ``attn_backend``, ``activation_checkpointing``, ``tree_training``,
             ``offload_activations``, ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``,

@@ -35,7 +35,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
         return [self.reference_role()] if self.config.takes_reference(ppo=False) else []
 
     def shaping(self) -> RewardShaping:
-        """Return the settings for computing advantages from rewards, with the estimator that ``--advantage`` selects."""
+        """Return the settings for computing advantages from rewards, including the estimator that ``--advantage`` selects."""
         estimate = _estimator(self.config.advantage)
 
         def norm(rewards: Tensor, groups: Sequence[int]) -> Tensor:

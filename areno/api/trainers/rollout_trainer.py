@@ -3,8 +3,8 @@
 The stages of a step: prompts -> samples -> rewards -> rows with the inputs of the loss -> optimizer steps. Subclasses
 supply the settings of the last two stages.
 
-Before a training step updates weights, a stop signal may interrupt it, because its work so far can be repeated. During and
-after the update, only a second signal interrupts the training step. A training step that an error interrupts is not saved.
+Before a training step updates weights, a stop signal may interrupt the step, because the work until then can be repeated.
+During and after the update, only a second signal interrupts the step. A training step that an error interrupts is not saved.
 """
 
 import math
@@ -414,9 +414,9 @@ class RolloutTrainer(DatasetTrainer):
         ]
 
     def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
-        """Return the training rows of the samples, with all inputs of the loss, and the statistics of these rows.
+        """Return the training rows of the samples, and the statistics of these rows.
 
-        Sets the ``advantage`` of each sample.
+        The rows have all inputs of the loss. Sets the ``advantage`` of each sample.
         """
         self._seconds.clear()
         groups = [self.train_rows(sample) for sample in samples]

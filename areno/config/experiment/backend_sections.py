@@ -248,7 +248,7 @@ class ArchonEngineConfig:
             yield "pp_schedule", ZERO_BUBBLE
 
     def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield the settings of this section that areno's engine applies. Settings with default values are omitted.
+        """Yield the settings of this section that areno's engine applies. Settings whose value is the default are omitted.
 
         Each setting is a pair: its name, and a description of what it changes. ``sharded``: whether weights are sharded.
         """
@@ -380,7 +380,7 @@ class MegatronEngineConfig:
             yield from ((name, "the actor's weights are not sharded in this run") for name in changed(self, names))
 
     def mapped(self, sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield the settings of this section that areno's engine applies. Settings with default values are omitted.
+        """Yield the settings of this section that areno's engine applies. Settings whose value is the default are omitted.
 
         Each setting is a pair: its name, and a description of what it changes. ``sharded``: whether weights are sharded.
         """

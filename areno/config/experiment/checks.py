@@ -150,7 +150,7 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _shared_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfig) -> Iterator[str]:
-    """Yield problems with settings of ``role`` that belong in the actor's section, because the actor's engine runs the role."""
+    """Yield a problem for each setting of ``role`` that has no effect in the actor's engine, which runs this role."""
     for spec in engine.scheduling_spec[:1]:
         if actor.scheduling_spec and spec.env_vars not in ({}, actor.scheduling_spec[0].env_vars):
             yield (

@@ -27,7 +27,7 @@ CPU_PER_GPU = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of a machine. ``areno.experiments`` detects them, because ``areno.config`` does not import torch."""
+    """Resources of a machine. Detection needs torch, and is therefore in ``areno.experiments``."""
 
     gpus: int = 0  # CUDA devices; 0 runs on the CPU
     cores: int = 1  # usable CPU cores
@@ -37,7 +37,7 @@ class Machine:
 
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
-    """In a checked configuration, set the settings that depend on the machine, such as the dtype ``auto``.
+    """In a valid configuration, replace values that depend on the machine, such as ``auto`` for a dtype.
 
     Returns:
         Lines for the log, such as ``actor.dtype = bfloat16 (GPU)``.
@@ -89,7 +89,8 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 def _requested_gpus(config: BaseExperimentConfig) -> int | None:
     """Return the number of GPUs that ``cluster.n_gpus_per_node`` requests; None means all GPUs.
 
-    Both null and 8, AReaL's default, mean all GPUs. If ``scheduler.type`` is ray or slurm, the result is always None.
+    Null means all GPUs. So does 8, because 8 is AReaL's default. If ``scheduler.type`` is ray or slurm, the result is always
+    None.
     """
     if config.scheduler.type in CLUSTERS:
         return None

@@ -29,7 +29,7 @@ def shares_devices(config: PPOConfig) -> bool:
 
 
 def server_of(config: BaseExperimentConfig) -> str:
-    """Return the software of the inference servers, vllm or sglang; empty if ``rollout.backend`` is another one or invalid."""
+    """Return the inference servers' software, vllm or sglang; empty if ``rollout.backend`` is invalid or names neither."""
     if not isinstance(config, PPOConfig):
         return ""
     try:

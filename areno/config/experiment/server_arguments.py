@@ -2,9 +2,9 @@
 
 :mod:`areno.rollouts.servers.command_line` adds the program, the address and the worker extension to these options.
 
-A setting becomes an option of the same name, with dashes. The value true gives an option without a value. The values false,
-null, "" and an empty list omit the option. A non-empty list gives an option with several values. Options that a server has
-renamed, dropped or restricted are handled individually.
+A setting becomes an option of the same name, with dashes instead of underscores. If the setting is true, the option has no
+value. If the setting is false, null, "" or an empty list, the option is omitted. If the setting is a non-empty list, the
+items become the values of the option. Options that a server has renamed, dropped or restricted are handled individually.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,8 @@ def server_arguments(
     """Return the command-line arguments of a vLLM or SGLang server.
 
     ``tensor`` and ``pipeline`` are the parallel sizes. ``adapter_rank`` is the rank of the adapters that the server will load.
-    If ``adapter_rank`` is None, the section's own adapter settings apply. For the other parameters, see :func:`vllm_arguments`.
+    If ``adapter_rank`` is None, the adapter settings of ``section`` apply. For the other parameters, see
+    :func:`vllm_arguments`.
     """
     sizes: tuple[tuple[str, int], ...]
     if adapter_rank is not None:

@@ -1,9 +1,9 @@
 """Declares experiment settings as dataclass fields, with ``setting(...)`` or ``section(...)``.
 
-YAML keys, overrides, checks of types and bounds, help and ``docs/configuration.md`` are derived from these fields. In the same
-way, command-line flags are derived from ``option(...)``. Unlike command-line options, settings can be nested in sections, and
-an unset setting can inherit the value of another setting (``inherits``). Plain dataclass fields of a user's subclass are also
-settings; their help texts are taken from ``field(metadata={"help": ...})``.
+YAML keys, overrides, help, ``docs/configuration.md``, and the checks of types and bounds are derived from these fields. In the
+same way, command-line flags are derived from ``option(...)``. Unlike command-line options, settings can be nested in sections,
+and an unset setting can inherit the value of another setting (``inherits``). If a user's class extends a configuration class,
+its plain dataclass fields are also settings; their help texts are taken from ``field(metadata={"help": ...})``.
 """
 
 import copy
@@ -101,8 +101,8 @@ def section(factory: Any, help: str, **info: Any) -> Any:
 def _cached(function: _Listing) -> _Listing:
     """Cache the results of ``function``.
 
-    The returned function has the type of ``function``. With the type that ``functools.cache`` returns, type checkers would
-    reject classes as arguments if instances of these classes are not hashable.
+    The returned function keeps the type of ``function``. Otherwise, type checkers would reject classes as arguments if
+    instances of these classes are not hashable.
     """
     return typing.cast(_Listing, functools.cache(function))
 
