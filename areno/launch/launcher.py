@@ -152,7 +152,7 @@ class Names:
 
 
 class Launcher(Protocol):
-    """Starts each task as the :class:`RoleNeed` of its role specifies. A launcher must be closed.
+    """Starts tasks according to the :class:`RoleNeed` of each task's role. A launcher must be closed.
 
     Attributes:
         names: name service of the tasks; None if all tasks run on this machine.

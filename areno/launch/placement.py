@@ -83,7 +83,10 @@ def _allowed(role: str, need: RoleNeed, nodes: Sequence[str]) -> list[str]:
 
 
 def most_on_a_node(needs: Mapping[str, RoleNeed], placed: Placement) -> tuple[int, int, int]:
-    """Return the maxima, over the nodes, of the workers' cores, GPUs and GB of memory. The maxima may be on different nodes."""
+    """Sum the workers' cores, GPUs and GB of memory on each node, and return the three maxima over the nodes.
+
+    The maxima may be on different nodes.
+    """
     cores, gpus, memory = dict[str, int](), dict[str, int](), dict[str, int]()
     for role, nodes in placed.items():
         for node in nodes:

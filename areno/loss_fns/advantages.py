@@ -1,8 +1,9 @@
 """Advantage estimators, which compute one advantage per sample from the rewards of a group or of a batch.
 
 An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step. ``groups`` contains the prompt
-index of each sample. If all rewards of the group or of the batch are equal, all their advantages are exactly 0, so that
-rounding errors never become a learning signal. ``ValueError`` is raised if lengths differ, or if a reward is not finite.
+index of each sample. If all samples of the group or of the batch have the same reward, the advantages of these samples
+are exactly 0, so that rounding errors never become a learning signal. ``ValueError`` is raised if lengths differ, or if a
+reward is not finite.
 """
 
 import math

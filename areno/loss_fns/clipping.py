@@ -120,7 +120,7 @@ def advantages_of(pack: DataPack) -> Tensor:
 
 
 def over_tokens(values: Tensor, pack: DataPack) -> Mean:
-    """Compute the mean of ``values`` over all response tokens, with gradient.
+    """Compute the differentiable mean of ``values`` over all response tokens.
 
     ``values`` has one entry per token. Entries outside the response mask must be 0.
     """

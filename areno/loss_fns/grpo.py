@@ -40,9 +40,9 @@ def grpo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t.
 
-    The importance ratio of token t is r_t = pi(t) / pi_rollout(t). The rollout recorded log pi_rollout, which is
-    ``packed_logprobs``. In the first optimizer step on new samples, the ratio is about 1. Clipping therefore has an
-    effect only after the policy has changed. ``loss_mean`` selects how the policy term and the KL term are averaged:
+    The importance ratio of token t is r_t = pi(t) / pi_rollout(t). ``packed_logprobs`` contains log pi_rollout,
+    recorded during the rollout. In the first optimizer step on new samples, the ratio is about 1. Clipping therefore has
+    an effect only after the policy has changed. ``loss_mean`` selects how the policy term and the KL term are averaged:
 
     - ``token``: over all response tokens of the optimizer step (DAPO, Yu et al. 2025, arXiv:2503.14476)
     - ``sequence``: over the tokens of each sequence, then over sequences (Shao et al.)

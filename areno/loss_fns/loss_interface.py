@@ -110,7 +110,7 @@ def reduction_of(loss_fn: LossFn) -> Reduction:
 def declares_reduction(loss_fn: LossFn) -> bool:
     """Return whether a loss declares the unit that it averages over (``token``, ``sequence`` or ``pair``).
 
-    The result of a loss that declares its unit does not depend on the microbatches. The engine may therefore divide the
+    If a loss declares its unit, the result does not depend on the microbatches. The engine may therefore divide the
     rows of a step freely, as long as it keeps pairs together.
     """
     return hasattr(_unwrapped(loss_fn)[0], "reduction")

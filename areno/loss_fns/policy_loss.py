@@ -83,7 +83,7 @@ class _Terms:
     Log-probs and advantages are 0 outside the response mask.
 
     With sequence-level importance sampling, all response tokens of a sequence have the same ``ratio`` (geometric mean) and
-    ``advantage`` (arithmetic mean). The means are over the tokens of the sequence for which ``weights.keep`` is True.
+    ``advantage`` (arithmetic mean). The means are over those tokens of the sequence whose ``weights.keep`` is True.
     """
 
     mask: Tensor
@@ -193,7 +193,7 @@ def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLossConfig, version: i
 
 
 def _proximal(pack: DataPack, new: Tensor, behavior: Tensor, knobs: PolicyLossConfig, version: int | None) -> Tensor:
-    """Return the log-prob of each token under the policy in the denominator of the ratio."""
+    """Return the log-prob of each token under pi_p (see :func:`policy_loss_fn`)."""
     if not knobs.use_decoupled_loss:
         return behavior
     if knobs.needs_proximal:

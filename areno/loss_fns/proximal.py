@@ -1,8 +1,8 @@
 """Approximations of the proximal policy (the policy before the update) without an extra forward pass.
 
-Version v_b of the policy sampled a token, and the update produces version v. Two of the approximations interpolate between
-these versions, and assume that the policy changes at a constant rate from v_b to v. The proximal policy has version v - 1. In
-the interval from v_b to v, version v - 1 lies at the fraction alpha = (v - 1 - v_b) / (v - v_b).
+v_b is the version of the policy that sampled a token, and v is the version after the update. Two of the approximations
+interpolate between these versions, and assume that the policy changes at a constant rate from v_b to v. The proximal policy
+has version v - 1. In the interval from v_b to v, version v - 1 lies at the fraction alpha = (v - 1 - v_b) / (v - v_b).
 """
 
 from typing import Literal

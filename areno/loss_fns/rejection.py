@@ -63,7 +63,7 @@ def behavior_weights(
     """Compute importance weights and the mask of kept tokens from the log-prob of each token under the proximal and
     the behavior policy.
 
-    Without ``sampling``, the weight of each token is the ratio of its proximal to its behavior probability.
+    If ``sampling`` is None, the weight of each response token is pi_proximal / pi_behavior.
     """
     mask = pack["packed_response_mask"]
     # In float64, so that the decision for a sequence does not depend on the packing.

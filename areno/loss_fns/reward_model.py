@@ -9,7 +9,7 @@ from areno.loss_fns.units import Quantity, mean_loss, means, of_all
 
 @mean_loss("pair", means("rm_", "loss", "accuracy", "margin", "chosen_score", "rejected_score"))
 def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quantity]:
-    """Compute the loss L = -mean over pairs of log sigmoid(s_chosen - s_rejected).
+    """Compute the loss: the mean of -log sigmoid(s_chosen - s_rejected) over the pairs.
 
     Args:
         data_pack: needs ``packed_num_sequences``. Sequences alternate between chosen and rejected.

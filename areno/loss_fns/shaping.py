@@ -122,7 +122,7 @@ class RewardShaping:
 class Credits:
     """Rewards of segments.
 
-    A segment is a set of tokens that share one reward, such as a turn or a whole sample, which may have several rows.
+    A segment, such as a turn or a whole sample, is a set of tokens that share one reward. A sample may have several rows.
     """
 
     rewards: Sequence[float]  # reward of each segment
@@ -141,7 +141,7 @@ def shape_advantages(
         values: the critic's value after each token of each row; None without a critic.
 
     Returns:
-        Numbers (float64) by metric name, to report as mean, minimum and maximum. Per row: ``task_reward`` (raw),
+        For each metric, a float64 tensor of values to summarize as mean, minimum and maximum. Per row: ``task_reward`` (raw),
         ``kl_rewards`` (sum over the tokens), ``final_reward`` (shaped reward plus ``kl_rewards``), ``no_eos_ratios``
         (1 if truncated, else 0), ``prompt_len``, ``seq_len``, ``correct_seq_len`` (only rows with a task reward above 0)
         and ``incorrect_seq_len`` (all other rows). Per token: ``advantages``, and ``gae_advantages`` (the
@@ -266,7 +266,7 @@ def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Count sequences, tokens and trained tokens (see :func:`sizes`), and also sequences with and without a reward above 0."""
+    """Count sequences (in total, with reward > 0, and with reward <= 0), tokens and trained tokens; see :func:`sizes`."""
     correct = sum(row.reward > 0 for row in rows)
     return {
         **sizes(rows),
@@ -298,7 +298,7 @@ def select_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
         threshold: bound on the mean square of the log-ratio, above 0.
 
     Returns:
-        Fraction of the trained tokens that are masked.
+        Fraction of the trained tokens that M2PO does not keep.
 
     Raises:
         ValueError: a row lacks log-probs, or the threshold is not above 0.

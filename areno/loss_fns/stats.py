@@ -113,7 +113,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
 
 
 def masked_spread(values: Tensor, mask: Tensor) -> Spread:
-    """Return mean and standard deviation of the values under the mask. Sums in float64 keep small deviations accurate."""
+    """Return mean and standard deviation of the values under the mask. Summation in float64 keeps small deviations accurate."""
     masked = torch.where(mask, values.detach().double(), 0.0)
     return Spread(masked.sum(), masked.square().sum(), mask.sum())
 

@@ -65,7 +65,7 @@ class ProgressDisplay:
         """Log a finished step. The argument ``step`` counts from 0, and the log counts from 1.
 
         Step 2 is logged as ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``. A live display shows the
-        ``stats``, the means of the reward's ``parts`` and a ``sample`` of the step.
+        ``stats`` of the step, a ``sample``, and the mean of each of the reward's ``parts``.
         """
         self._pace.step_done(step)
         shown = [("reward", "reward_mean"), ("loss", "loss")]

@@ -54,7 +54,7 @@ def gap_remedy(limit: float) -> str:
 
 @dataclass(slots=True)
 class _History:
-    """Records in how many steps a warning's condition has held, and whether the warning was issued.
+    """The history of a warning's condition, and whether the warning was issued.
 
     ``held`` counts consecutive steps with the condition, and ``absent`` counts consecutive steps without the condition.
     """
@@ -114,7 +114,7 @@ class HealthMonitor:
         """Process a finished step and return the warnings to show, usually none.
 
         Args:
-            step: number of the step, which the warnings state.
+            step: step number, stated in each returned warning.
             stats: statistics of the step. The monitor uses ``loss``, ``grad_norm``, ``update_skipped``, ``loss_scale``,
                 ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors`` (number of samples dropped because the reward
                 function failed). Each of these statistics may be missing.

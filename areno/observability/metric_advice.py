@@ -3,7 +3,7 @@
 ``areno explain`` and ``docs/run-directory.md`` show the normal values and the remedies. A value outside its normal range is
 not an error, but a reason to look closer.
 
-The descriptions of normal values and the remedies name options of ``areno train``. For an experiment (``areno run``),
+The remedies and the texts about normal values refer to options of ``areno train``. For an experiment (``areno run``),
 :func:`advice_for` replaces each option by the corresponding setting.
 """
 

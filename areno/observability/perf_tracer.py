@@ -7,8 +7,8 @@ To view the traces in Perfetto, merge these files into one file that Perfetto ca
     python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.json
 
 All processes share one time axis: a process reads the system clock at its start and a monotonic clock afterwards. Scopes of
-different asyncio tasks overlap, but a trace viewer draws only nested scopes on a track. So each task gets its own track
-when it enters a scope. When the task leaves its outermost scope, another task can use the track.
+different asyncio tasks can overlap without being nested. A trace viewer cannot draw such scopes on one track. So each task
+gets its own track when it enters a scope. When the task leaves its outermost scope, another task can use the track.
 """
 
 import asyncio

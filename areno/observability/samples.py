@@ -66,7 +66,7 @@ def sample_records(
         ``messages`` (only for agents) and ``rows`` (training rows; missing after the token limit is reached).
 
     Raises:
-        ValueError: the sequences differ in length.
+        ValueError: ``records``, ``rewards`` and ``advantages`` differ in length.
     """
     if len(rewards) != len(records) or (advantages is not None and len(advantages) != len(records)):
         raise ValueError(
@@ -101,7 +101,7 @@ def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str
         rewards: the reward of each sample.
 
     Returns:
-        A dictionary from the position of each selected sample in ``prompts`` to the reasons for its selection.
+        A dictionary. Each key is the index of a selected sample, and the value is the list of reasons for the selection.
     """
     groups: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -115,9 +115,10 @@ def pick(prompts: Sequence[int], rewards: Sequence[float]) -> dict[int, list[str
 
 
 def observe(prompts: Sequence[int], rewards: Sequence[float], rows: Sequence[Sequence[TrainSequence]]) -> None:
-    """Assign numbers to the training rows of the samples that :func:`pick` selects, up to ``MAX_TOKENS`` tokens in total.
+    """Assign consecutive numbers to the training rows of the samples that :func:`pick` selects.
 
-    For the numbered rows, the engine records the log-prob of each token, and whether clipping removed the token's gradient.
+    The numbering stops before the first sample that would exceed a total of ``MAX_TOKENS`` tokens. For the numbered rows, the
+    engine records the log-prob of each token, and whether clipping removed the token's gradient.
 
     Args:
         prompts: the prompt index of each sample.

@@ -77,7 +77,7 @@ class RunHeading:
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """A sample of the latest step, which the display shows."""
+    """A sample that the display shows."""
 
     prompt: str
     completion: str
@@ -88,7 +88,7 @@ class ShownSample:
 class MemoryUse:
     """Memory in bytes: ``used`` by the run, and ``free`` and ``total`` on the machine or GPU.
 
-    ``used_label`` is the text that the display shows after ``used``, such as ``reserved``.
+    ``used_label`` is the text that the display shows after the amount ``used``, such as "reserved".
     """
 
     used: int

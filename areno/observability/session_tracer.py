@@ -2,8 +2,8 @@
 
     {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written after the session ends
 
-A task (a prompt group) may have several sessions. A context variable holds the current session. So code that runs in the
-session can access the session without a parameter, and so can asyncio tasks that this code starts.
+A task (a prompt group) may have several sessions. A context variable holds the current session. Therefore, code
+that runs in the session, and asyncio tasks that this code starts, can access the session without a parameter.
 """
 
 import itertools

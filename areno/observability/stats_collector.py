@@ -115,7 +115,7 @@ class StatsTracker:
                 several scopes have a mask of this name, the mask of the innermost scope is used. If a scope recorded several
                 masks of this name, the latest is used.
             reduce_type: how to reduce the selected elements; None means ``AVG_MIN_MAX``.
-            tensors: tensors of values by the name of their statistic, each with the shape of the mask.
+            tensors: the values to record. The keyword is the name of the statistic; the tensor has the shape of the mask.
 
         Raises:
             ValueError: the denominator is unknown, a tensor does not have the shape of the mask, or a name was recorded with a

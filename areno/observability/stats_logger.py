@@ -100,7 +100,7 @@ class StatsLogger:
             )
 
     def close(self) -> None:
-        """Send the statistics of the last :meth:`before_step` if no step followed. Then close the tracking services.
+        """If no step followed the last :meth:`before_step`, send its statistics. Then close the tracking services.
 
         Further calls send nothing.
         """

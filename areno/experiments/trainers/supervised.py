@@ -136,7 +136,7 @@ class DPOTrainer(SupervisedExperimentTrainer):
     def prepare(self) -> None:
         """Set the reference log-probs of all rows, unless ``actor.algorithm`` is set.
 
-        The algorithms that ``actor.algorithm`` can select use no reference model.
+        ``actor.algorithm`` can select only algorithms without a reference model.
         """
         if self.config.actor.algorithm:
             return

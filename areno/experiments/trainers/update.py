@@ -49,7 +49,7 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
 
 
 def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> PolicySettings:
-    """Return the settings for scoring the rows and shaping their rewards, which both precede the optimizer steps.
+    """Return the settings for the work before the optimizer steps: scoring the rows and shaping the rewards.
 
     Raises:
         UsageError: ``teacher.path`` is the address of a server that does not respond.

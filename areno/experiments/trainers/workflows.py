@@ -23,8 +23,8 @@ def workflow_of(
     """Return the workflow of an experiment, which samples a group of ``gconfig.n_samples`` answers to each row.
 
     ``workflow`` is an object, a class (with ``kwargs``), or a name. If ``workflow`` is None, the configured agent is
-    used or, without an agent, the ``workflow`` section. With ``evaluates``, ``eval_gconfig`` replaces ``gconfig`` if
-    ``eval_gconfig`` is set.
+    used. If there is no agent either, the ``workflow`` section is used. With ``evaluates``, ``eval_gconfig`` replaces
+    ``gconfig`` if ``eval_gconfig`` is set.
     """
     gconfig = config.eval_gconfig if evaluates and config.eval_gconfig is not None else config.gconfig
     agent = config.rollout.agent
