@@ -47,7 +47,8 @@ class OpenAIClient:
     def check(self, description: str) -> None:
         """Raise UsageError if a request for the server's list of models fails. The message starts with ``description``.
 
-        If the model's name is known, a server that offers no such list (status 404, 405 or 501) passes the check.
+        If the client was created with a model name, a server that offers no such list (status 404, 405 or 501) passes the
+        check.
         """
         try:
             listed = self._listed()

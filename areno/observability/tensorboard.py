@@ -32,8 +32,8 @@ _FORMAT = "brain.Event:2"  # TensorBoard's only format of event files
 class EventWriter:
     """Writes the scalars of a run as TensorBoard events.
 
-    ``purge_step`` is the first step of a resumed run. TensorBoard hides the events of this and later steps that
-    were recorded before the run was resumed. ``option`` is the option that sets the folder; error messages name this option.
+    ``purge_step`` is the first step of a resumed run. From this step on, TensorBoard hides the events that were recorded before
+    the run was resumed. ``option`` is the option that sets the folder; error messages name this option.
     """
 
     name = "TensorBoard"

@@ -113,7 +113,7 @@ def trace_session_event(name: str, count: int = 1) -> None:
 def save(step: int | None = None, force: bool = False) -> None:
     """Write the records of the performance tracer and of the session tracer.
 
-    Without ``force``, each tracer may postpone writing to a later call.
+    Without ``force``, each tracer may keep its records until a later call.
     """
     _perf.save(step, force)
     _sessions.flush(force)

@@ -1,6 +1,6 @@
 """The runs of ``areno quickstart``.
 
-By default, a tiny model learns to add, without network access. With ``--real``, a pretrained model is trained.
+By default, a tiny model learns addition, and no network access is needed. With ``--real``, a pretrained model is trained.
 """
 
 REAL_STEPS = 40

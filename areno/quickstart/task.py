@@ -74,7 +74,8 @@ def problem_count() -> int:
 def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
     """Draw ``count`` problems: held-out problems, or training problems if ``held_out`` is False.
 
-    Each pair (a, b) is drawn at most once. The wording of each problem is drawn with the relative frequencies ``weights``.
+    No two problems add the same numbers in the same order. The wording of each problem is drawn with the relative frequencies
+    ``weights``.
     """
     rng = random.Random(seed)
     wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]

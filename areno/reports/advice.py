@@ -43,9 +43,9 @@ class OptionAdvice:
         return f"{self.text(option)}{'=' if self._is_experiment else ' '}{value}"
 
     def scaled(self, option: str, factor: float) -> str:
-        """Return an option with ``factor`` times its value in the run. Example for factor 0.3: ``--lr 0.0003 (now 0.001)``.
+        """Return an option with its value in the run multiplied by ``factor``.
 
-        If the value in the run is 0 or unknown, return only the option.
+        Example for factor 0.3: ``--lr 0.0003 (now 0.001)``. If the value in the run is 0 or unknown, return only the option.
         """
         value = self.number(option)
         if not value:

@@ -1,4 +1,4 @@
-"""Finds the saved models and checkpoints of a run that still exist, for advice on how to continue the run."""
+"""Finds which saved models and checkpoints of a run still exist, for advice on how to continue the run."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -77,8 +77,8 @@ _LARGE = 2**26  # bytes of a file above which contents are not compared
 class SettingDifference:
     """A setting or a property of the environment that has different values in two runs.
 
-    If settings with the same name in several sections differ in the same way, only one of them is listed, and ``same`` is the
-    number of settings that are omitted.
+    If several sections have a setting with the same name and the same two values, only one of these settings is listed, and
+    ``same`` is the number of settings that are omitted.
     """
 
     name: str
@@ -163,7 +163,8 @@ def _described(run: RunData) -> dict[str, Any]:
 def _settings(a: RunData, b: RunData) -> Iterator[SettingDifference]:
     """Yield the settings that differ between two runs.
 
-    If settings with the same name in several sections differ in the same way, only one of them is yielded.
+    If several sections have a setting with the same name and the same two values (one per run), only one of these settings is
+    yielded.
     """
     first, second = dict(flat(a.config)), dict(flat(b.config))
     if a.is_experiment != b.is_experiment:
@@ -247,9 +248,9 @@ def _causes(
     """Return the differences in settings and environment that may have caused the first difference in the results.
 
     A setting may be the cause if it affects the phase in which the results first differ. If there is no such setting, but the
-    metrics of an earlier step already differed slightly (within the tolerance), any setting that may change results can be the
-    cause, because the weights may have differed since that step. Differences in the environment are returned only for phases
-    that the environment can affect: sampled tokens, log-probs and the update.
+    metrics of an earlier step already differed slightly (within the tolerance), the weights may have differed since that step.
+    Then any setting that may change results can be the cause. Differences in the environment are returned only for phases that
+    the environment can affect: sampled tokens, log-probs and the update.
     """
     if result.different is None:
         return []

@@ -93,7 +93,7 @@ class _Pair(NamedTuple):
 
 
 def metric_pairs(a: RunData, b: RunData) -> dict[str, tuple[Series, Series]]:
-    """Return the series of the metrics that both runs have, by name.
+    """Return the two series of each metric that both runs have, keyed by the name of the metric.
 
     If ``areno train`` started one run and ``areno run`` the other, the metrics have different names. Then only the quantities
     in :data:`~areno.reports.run_data.KEYS` and the reward parts are returned.
@@ -211,8 +211,8 @@ def _first_sample_step(a: Entries, b: Entries) -> int | None:
 def _explained(a: RunData, b: RunData, step: int, pairs: Mapping[str, _Pair]) -> StepDifference:
     """Describe the first phase in which a step differs between two runs.
 
-    In general, the phase is the result of :func:`_sample_difference`. In two cases, it is instead the first phase whose metrics
-    differ:
+    In general, the phase is the result of :func:`_sample_difference`. In two cases, the phase is instead the first phase whose
+    metrics differ:
 
     - The samples agree, or a run has recorded no samples of the step.
     - The recorded prompts agree, but a metric of the phase ``prompts`` differs, which may be due to prompts that were

@@ -78,7 +78,7 @@ class Evidence:
 
     @cached_property
     def neglected(self) -> str:
-        """Name of the reward part whose mean over the last steps is closest to the part's minimum, relative to its range.
+        """Name of the reward part whose mean over the last steps has the lowest relative position in the part's range.
 
         The range of a part extends from its minimum to its maximum over recorded samples. The name is ``""`` if the means of
         all parts are in the upper half of their ranges. Parts that are never above 0 (penalties) are ignored.
@@ -125,16 +125,17 @@ class Evidence:
         """Return the option ``--lr`` with a lower value.
 
         The value is ``factor`` times the lower of two learning rates: the rate in ``step`` and the run's ``--lr``. If neither
-        rate is known, return only ``--lr``.
+        rate is known, return ``--lr`` without a value.
         """
         lowest = min(self.rate_at(step) or math.inf, self.advice.number("--lr") or math.inf)
         return self.advice.changed("--lr", factor * lowest) if lowest < math.inf else "--lr"
 
     @cached_property
     def tied(self) -> tuple[float, Indices]:
-        """In the last steps, the fraction of prompts whose answers all have the same reward, and a sample of each such prompt.
+        """The fraction of tied prompts in the last steps, and one sample of each recorded tied prompt.
 
-        If each prompt has only one answer, the fraction is 0, and no samples are returned.
+        A prompt is tied if all its answers have the same reward. If each prompt has only one answer, the fraction
+        is 0, and no samples are returned.
         """
         if not (self.advice.number("--n-samples") or 1) > 1:
             return 0.0, np.zeros(0, np.int64)

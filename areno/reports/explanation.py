@@ -89,8 +89,8 @@ def _documented() -> Iterator[Explanation]:
 def _by_full_name(query: str) -> Explanation | None:
     """Return the explanation of the metric with this full name; None if there is no explanation.
 
-    Some metrics are documented with only one prefix of ``_SCOPES``, for example ``train/``. Their explanation also applies
-    to the other prefixes.
+    Some metrics are documented with only one of the prefixes in ``_SCOPES``, for example ``train/``. Their explanation also
+    applies to the other prefixes.
     """
     plain = _without_number(query)
     for name in (query, plain, experiment_metrics.SHORT_NAMES.get(plain)):

@@ -34,7 +34,7 @@ def write_metrics(runs: Mapping[str, RunData], metrics: Collection[str], path: P
     The columns are ``run``, ``step``, ``metric``, ``value`` and ``time`` (Unix seconds).
 
     Args:
-        runs: the runs by their names in the table.
+        runs: the runs, keyed by their names in the column ``run``.
         metrics: names of metrics. Short names, which are the keys of ``KEYS``, are also allowed: for example, ``reward``
             selects ``rollout/rewards_mean`` or ``rollout/reward/avg``, whichever the run recorded.
         path: a ``.csv`` or ``.parquet`` file. An existing file is replaced.

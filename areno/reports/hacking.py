@@ -133,9 +133,9 @@ def _with_parts(evidence: Evidence, high: str, low: str) -> tuple[str, ...]:
 def _best_answers(evidence: Evidence, late: bool) -> tuple[list[int], list[str]]:
     """Select the best-rewarded answers of the first or the last steps, with their texts.
 
-    The candidates are the best answers to each prompt. The reward of a selected answer must be at least the median of the
-    candidates. In the last steps, the reward must also exceed the mean reward at the start of the run. If more than
-    ``run_samples.CHECKED`` answers remain, ``CHECKED`` of them are selected, evenly spaced in the order of recording.
+    In each step, the best answer to each recorded prompt is a candidate. The reward of a selected answer must be at least
+    the median of the candidates. In the last steps, the reward must also exceed the mean reward at the start of the run. If
+    more than ``run_samples.CHECKED`` answers remain, ``CHECKED`` of them are selected, evenly spaced in the order of recording.
     """
     samples, train = evidence.samples, evidence.progress.train
     among = samples.flagged("best", samples.late if late else samples.early)

@@ -129,7 +129,7 @@ def report_at_end(run_dir: RunDirectory) -> Iterator[None]:
 
 
 class ReportRefresher:
-    """Rewrites the report of a run in progress, rarely enough not to slow down training."""
+    """Periodically rewrites the report of a run in progress. The interval is long enough not to slow down training."""
 
     def __init__(self, run_dir: RunDirectory) -> None:
         self._run_dir = run_dir

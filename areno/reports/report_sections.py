@@ -194,9 +194,9 @@ def times(run: RunData) -> Times:
 def span(run: RunData) -> tuple[int, float]:
     """Return the first step after a run was last resumed, and the run time of the resumed process in seconds.
 
-    If the run was never resumed, the step is 0, and the run time is that of its only process. The run time lasts until the end
-    of the process or, if the end is unknown, until its last record. If the start of the process is unknown, the step and the
-    run time are 0.
+    If the run was never resumed, the step is 0, and the run time is that of its only process. The run time is measured
+    until the end of the process or, if this end is unknown, until the last record of the metrics. If the start of the process
+    is unknown, the step and the run time are 0.
     """
     status, (steps, recorded) = run.status, run.metrics.times.arrays()
     started, ended = (as_float(status.get(name, math.nan)) for name in ("started", "ended"))
@@ -259,8 +259,9 @@ def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparis
 def sample_groups(samples: RunSamples, problems: Sequence[RunProblem]) -> list[ShownSamples]:
     """Return the samples that a report shows, in groups.
 
-    The groups are the samples listed in problems, the best samples, the worst samples, and the first and last answers to the
-    prompts whose rewards changed most. If all rewards are equal, the latest samples replace the best and the worst samples.
+    The groups are the samples listed in problems, the best samples, the worst samples, and, for the prompts with the largest
+    changes in reward, the first and the last answer. If all rewards are equal, the latest samples replace the best and
+    the worst samples.
     """
     names = dict.fromkeys(name for problem in problems for name in problem.samples)
     named = [index for name in names if (index := samples.position(name)) is not None]
@@ -314,7 +315,7 @@ class Settings:
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """Return the settings of a configuration, with long names and values shortened."""
+    """Return the settings of a configuration. Long names and long values are shortened."""
     chosen, defaults = (
         [(bounded(name, VALUE_CHARS), bounded(value, VALUE_CHARS)) for name, value in part]
         for part in settings_of_run(config)

@@ -153,11 +153,11 @@ class RunData:
         return next((name for name in KEYS[key] if name in self.metrics), None)
 
     def reward_parts(self) -> dict[str, Series]:
-        """Return the mean of each reward part in each step, by the name of the part."""
+        """Return the mean of each reward part in each step, keyed by the name of the part."""
         return self._with_prefix(f"rollout/{PARTS}")
 
     def phases(self) -> dict[str, Series]:
-        """Return the seconds of each phase in each step, by the name of the phase."""
+        """Return the seconds of each phase in each step, keyed by the name of the phase."""
         return self._with_prefix("time/", "timeperf/")
 
     def log_tail(self) -> list[str]:

@@ -58,7 +58,7 @@ def memory_sentence(run: RunData) -> str:
 
 
 def saved_sentence(run: RunData) -> str:
-    """Tell which checkpoints and models of the run exist; empty if they cannot be determined."""
+    """Return a sentence on which checkpoints and models of the run exist; ``""`` if this cannot be determined."""
     folder = run.path / "checkpoints"
     if not run.config or (folder.is_symlink() and not folder.exists()):  # a copy of a run without its checkpoints
         return ""

@@ -74,7 +74,7 @@ class SampleView:
 
 
 class SampleViews:
-    """Formats the samples of a page, so that the page shows at most ``MAX_TOKENS`` tokens one by one."""
+    """Formats the samples of a page. In total, at most ``MAX_TOKENS`` tokens are shown individually."""
 
     def __init__(self) -> None:
         self._left = MAX_TOKENS

@@ -21,7 +21,7 @@ def settings_of_run(config: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], l
     """Return the settings that have a value: first those that differ from their defaults, then the others.
 
     Each list has names and values. A setting without a known default, such as a setting of a user's algorithm, counts as
-    different. A setting that can inherit its value from another setting counts as different only if the two values differ.
+    different. A setting does not count as different if its value equals the value of a setting from which it can inherit.
     """
     values = dict(flat(config, indexed=True))
     differs = _differs_in_experiment if "experiment_name" in config else _differs_in_options

@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 class Line:
     """A series to draw. ``low`` and ``high`` bound a band around the line.
 
-    Non-finite values interrupt the line. Crosses on the horizontal axis mark them.
+    Non-finite values interrupt the line, and are marked by crosses on the horizontal axis.
     """
 
     name: str

@@ -75,7 +75,7 @@ class SeriesTrend:
 
 
 def window(count: int) -> int:
-    """Return the number of values in each of two means: the mean over the start of a series, and the mean over its end.
+    """Return a window length: the number of values in the mean over the start of a series, and in the mean over its end.
 
     ``count`` is the length of the series. The result is 0 if ``count`` is below 2.
     """
@@ -83,7 +83,7 @@ def window(count: int) -> int:
 
 
 def trend_of(series: Series, *, noise: float | None = None, width: int | None = None) -> SeriesTrend | None:
-    """Return the trend of a series, which compares the mean of its first values with the mean of its last values.
+    """Return the trend of a series: a comparison of the mean of its first values with the mean of its last values.
 
     Return None if the series has fewer than two finite values.
 

@@ -134,7 +134,7 @@ def _collapse(evidence: Evidence) -> RunProblem | None:
 
 
 def _no_progress(evidence: Evidence) -> RunProblem:
-    """Report that the metric by which the run is judged stayed within its noise."""
+    """Report that the reward (or the loss, if there are no rewards) stayed within its noise."""
     entropy, advice = evidence.trend("entropy"), evidence.advice
     moved = entropy is not None and (entropy.rises or entropy.falls)
     what = "The policy changes, but not in the direction of the reward" if moved else "The model hardly changes"

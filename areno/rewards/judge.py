@@ -30,8 +30,8 @@ class Judge:
 
     Args:
         url: base URL of the server, including the version, such as ``http://HOST:8000/v1``.
-        question: the judge's prompt. ``{prompt}``, ``{completion}`` and names of columns in braces are replaced by the values
-            of the row. Other braces remain.
+        question: the judge's prompt. ``{prompt}``, ``{completion}`` and ``{NAME}`` for any column ``NAME`` are replaced by the
+            values of the row. Other braces remain.
         most: the maximum grade. Grades are divided by this maximum and clipped to [0, 1].
         model: model name on the server; None: the first model that the server lists.
         options: additional request fields, such as ``max_tokens``.

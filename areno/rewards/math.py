@@ -2,8 +2,8 @@
 
 Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} are equal. The answer of a completion is its last ``\\boxed{...}``. Without a
 box, math-verify searches the text. Some answers take long to verify, such as a tower of powers. In the main thread of a
-process, such an answer counts as wrong after a few seconds. Worker processes run reward functions in their main thread. In
-other threads, only the deadline of the reward runner applies.
+process, verification stops after a few seconds, and the answer counts as wrong. Worker processes run reward functions in their
+main thread. In other threads, only the deadline of the reward runner applies.
 
 math-verify parses the content of a box as one expression. For example, ``72 dollars`` is the product of 72 and seven letters.
 Words around a single expression are therefore removed. If both the model's answer and the reference answer consist of

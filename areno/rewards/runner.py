@@ -63,9 +63,9 @@ class RewardRunner:
         retries: maximum number of retries of a record whose worker died, or did not start to score the record
             within ``timeout_s``.
         memory_gb: memory limit of each worker process of a reward file in GiB (``RLIMIT_DATA``); None: unlimited.
-        parts: weights of the parts, for a function that returns a reward in several parts. Pass the same object to all
-            runners of one function, because the object checks that all records have the same parts. None: the weight of each
-            part is 1.
+        parts: object that computes the weighted sum of reward parts, and checks that all records have the same parts. Pass one
+            object to all runners of the same function, so that the check covers the records of all runners. None: the weight
+            of each part is 1.
 
     Raises:
         UsageError: neither or both of ``reward_fn`` and ``path`` are set, or a value is out of range.
