@@ -81,7 +81,10 @@ def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]
 
 
 def hook_file_problem(spec: str, hook: Hook) -> str:
-    """Return an error message if ``spec`` is malformed or its file does not exist; otherwise empty. The file is not read."""
+    """Return an error message if ``spec`` is malformed or its file does not exist; otherwise an empty string.
+
+    The file is not read.
+    """
     try:
         path, name = hook.split(spec)
     except UsageError as error:

@@ -20,7 +20,7 @@ NO_MPS = "Apple GPUs are not supported, because MPS lacks float64, in which aren
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     """Choose ``--world-size`` and ``--tp-size`` on a machine with ``gpus`` GPUs, unless these options are set.
 
-    The options are returned unchanged on a CPU, with ``--device cuda:N``, and in a resumed run.
+    The options are returned unchanged if the run uses a CPU, if ``--device cuda:N`` is set, or if the run is resumed.
 
     Otherwise, an unset ``--world-size`` becomes ``gpus`` minus :func:`rollout_ranks`, rounded down to a multiple of
     ``--tp-size`` if that is set. Then an unset ``--tp-size`` becomes 4 if all of these conditions hold, and 1 otherwise:

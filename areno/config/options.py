@@ -43,13 +43,13 @@ class OptionInfo:
     """Metadata of an option besides its name, type and default.
 
     Attributes:
-        stored: whether ``config.yaml`` contains the value. Options that apply to one invocation only, and the location of the
-            run, are not stored.
+        stored: whether ``config.yaml`` contains the value. The location of the run is not stored, and neither are options that
+            apply to one invocation only.
         path: ``place`` if the value may be the path of a file or folder, ``python`` if the value may be ``file.py:name``. The
             path of an existing file or folder is stored as an absolute path.
         inherits: dotted path of the setting whose value is used if this setting is unset or empty.
-        inner: for a section, values of ``inherits`` by field name. They replace the values that the section's fields
-            declare. A field with an empty value inherits nothing.
+        inner: for a section, a mapping from field names to paths that replace the ``inherits`` of these fields. A field that
+            is mapped to an empty path inherits nothing.
         documented: AReaL's documented default, if areno's default differs.
     """
 
@@ -137,7 +137,7 @@ class Option:
         return problem and f"{label} {problem}, got {value}; {self.bounds_remedy}"
 
     def value_problem(self, value: Any, label: str) -> str:
-        """Return why a value is invalid, regardless of other options; empty if the value is valid. None is always valid."""
+        """Return why a value is invalid; empty if it is valid. None is always valid. Other options are not considered."""
         for item in value if self.many else (value,):
             if item is None:
                 continue

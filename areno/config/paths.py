@@ -98,7 +98,7 @@ def _read_json(path: Path, remedy: str) -> Any:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether ``path`` is the folder of a PEFT adapter without a model."""
+    """Whether the folder ``path`` contains a PEFT adapter but no model."""
     folder = Path(path).expanduser()
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 

@@ -46,7 +46,7 @@ The replacement is necessary, because the files or packages of these options may
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """The options of a run and of its replay."""
+    """The options of a recorded run, and the options of its replay."""
 
     recorded: TrainOptions
     replayed: TrainOptions

@@ -1,7 +1,7 @@
 """Run directories, and resuming with ``--resume``.
 
-A resumed run accepts new values for options of its length, devices, saving, timeouts and logging. All other options must keep
-their values.
+A resumed run accepts new values for options with ``changes_results=False``, for example options for the number of steps,
+devices, saving, evaluation, timeouts and logging. All other options must keep their values.
 """
 
 from __future__ import annotations

@@ -197,7 +197,10 @@ def _served(options: ServeOptions) -> ServeOptions:
 
 
 def _resolved(options: Any) -> Any:
-    """Replace a run directory by its newest model. If no API key is set, use the key in the environment, if any."""
+    """In ``model_path``, replace a run directory with the path of its newest model.
+
+    If no API key is set, use the key in the environment, if any.
+    """
     path, key = options.model_path, options.api_key
     key = os.environ.get(API_KEY_VARIABLE) or None if key is None else key
     return replace(options, model_path=path and newest_model(path, "--model-path"), api_key=key)

@@ -122,7 +122,7 @@ def stored_values(options: TrainOptions) -> dict[str, Any]:
 
 
 def stored_value(entry: Option, value: Any) -> Any:
-    """Return the value of one option as stored in ``config.yaml``."""
+    """Convert the value of one option to the form that ``config.yaml`` stores."""
     return absolute_if_exists(value, python=entry.info.path == "python") if entry.info.path else value
 
 

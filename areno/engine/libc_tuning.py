@@ -3,8 +3,8 @@
 *Idle threads stop their OpenMP workers.* By default, every thread that calls PyTorch gets its own OpenMP workers and keeps
 them. The rollout thread and the training thread would therefore together have twice as many workers as there are cores. With
 more workers than cores, GNU OpenMP makes all workers sleep at every barrier: on two cores, a decode step takes 15 ms instead of
-4 ms. For this reason, areno makes a thread that becomes idle stop its workers. The thread's next parallel region restarts the
-workers in well under a millisecond.
+4 ms. For this reason, a thread of areno stops its workers when the thread becomes idle. The thread's next parallel region
+restarts the workers in well under a millisecond.
 
 *Freed memory is retained.* By default, malloc returns large freed blocks to the system, so each new block causes page faults. A
 training step on 64 rows with a model of 135 M parameters caused 10 million page faults, which raised the time on two cores from

@@ -94,8 +94,7 @@ def parse_override(text: str, declaration: type | None = None) -> Override:
 def _is_text(path: str, declaration: type) -> bool:
     """Whether the value of a setting, or of a list item, is free text.
 
-    The value of a setting with choices is not free text, but is read as YAML. In such a value, as in a YAML file, ``on`` and
-    ``off`` are booleans.
+    A setting with choices is not free text: its value is read as YAML, so ``on`` and ``off`` are booleans, as in a YAML file.
     """
     paths = paths_of(declaration)
     path = re.sub(r"\.\d+(?=\.)", ".0", path)

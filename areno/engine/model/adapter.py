@@ -125,7 +125,7 @@ class Adapter:
         return functools.partial(setattr, parameter, "data", before)
 
     def sum_of(self, layer: Any) -> Tensor:
-        """Return an adapted layer's weight plus its LoRA update, scale * B @ A. The adapter must not be merged yet."""
+        """Return an adapted layer's weight plus its LoRA update, scale * B @ A. The adapter must be unmerged."""
         return layer.get_base_layer().weight.data + layer.get_delta_weight(NAME)
 
     def unmerge(self) -> None:

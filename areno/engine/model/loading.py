@@ -325,9 +325,9 @@ def _sharding_arguments(kind: Any, path: str, options: LoadOptions, config: Pret
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:
-    """Reject weights that are missing or have a wrong shape, except a missing scalar head.
+    """Raise UsageError if a weight is missing or has a wrong shape, unless the weight belongs to a scalar head.
 
-    ``transformers`` would initialize these weights randomly.
+    ``transformers`` would initialize such a weight randomly.
     """
     problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     problems += [

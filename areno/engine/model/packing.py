@@ -168,7 +168,7 @@ class PackedPlan:
         return self._causal_mask(before, group.length, window, like)
 
     def _causal_mask(self, before: int, length: int, window: int | None, like: Tensor) -> Tensor:
-        """Return an additive causal mask [length, before + length] for ``length`` tokens after ``before`` earlier tokens."""
+        """Return an additive causal mask [length, before + length]. ``before`` is the number of tokens before the queries."""
         key = (before, length, window, like.dtype)
         if key not in self._masks:
             self._masks[key] = window_mask(before + length, window, like, before)

@@ -115,11 +115,14 @@ class _TopkMode(TorchFunctionMode, ABC):
 
     @abstractmethod
     def replace(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the indices [tokens, K] to use instead of ``chosen``, the indices of each token's K highest ``scores``."""
+        """Return the indices [tokens, K] that replace ``chosen``.
+
+        ``chosen`` holds the indices of each token's K highest ``scores``.
+        """
 
 
 class Choosing(_TopkMode):
-    """Lets a :class:`Routing` record or replace the experts that the router of one MoE layer chooses."""
+    """Allows a :class:`Routing` to record or replace the experts that the router of one MoE layer chooses."""
 
     def __init__(self, routers: Routers, routing: Routing, mixture: int) -> None:
         super().__init__()
@@ -259,7 +262,7 @@ class Replay:
         return Replay(self.recorded, self.routers)
 
     def part(self, first: int, count: int) -> Replay:
-        """Return a replay of the choices for ``count`` tokens, from the token with the index ``first`` on.
+        """Return a replay of the choices for ``count`` tokens, starting with the token at index ``first``.
 
         If the recording ends earlier, the router chooses the experts of the remaining tokens.
         """

@@ -1,8 +1,8 @@
 """Pipeline stages: models that hold only some of their layers.
 
-A stage is an instance of the model's class that has only the stage's layers. ``transformers`` therefore reads only the weights
-of these layers. Identity modules replace the layers of other stages. The first stage has the embedding. The last stage has the
-final norm and the output layer. If the embedding is tied to the output layer, the last stage also has the embedding.
+A stage is an instance of the model's class. The instance has only the stage's layers, so ``transformers`` reads only the
+weights of these layers. Identity modules replace the layers of other stages. The first stage has the embedding. The last stage
+has the final norm and the output layer. If the embedding is tied to the output layer, the last stage also has the embedding.
 """
 
 from __future__ import annotations

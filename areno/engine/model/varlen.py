@@ -52,8 +52,8 @@ class VarlenKernel:
 
         There are Tq queries with H heads (``q`` [Tq, H, D]), and Tk keys and values with K heads (``k``, ``v`` [Tk, K, D]). The
         last query of each sequence is at the position of the sequence's last key. ``starts`` and ``longest`` are pairs: the
-        first element is for queries, and the second is for keys. An element of ``starts`` holds the start of each sequence and
-        the total length (int32 [N + 1]). An element of ``longest`` is the maximum length of a sequence.
+        first element is for queries, and the second is for keys. Each tensor in ``starts`` holds the start of each sequence,
+        followed by the total length (int32 [N + 1]). Each number in ``longest`` is the maximum length of a sequence.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -110,7 +110,7 @@ class ContextPlan:
     def own(self, values: Tensor) -> Tensor:
         """Return the values [n, ...] of this rank's n tokens, given the ``values`` [T, ...] of all T tokens.
 
-        The values of padding tokens are zeros.
+        In the result, the values of padding tokens are zeros.
         """
         part = values[self.first : self.first + self.count]
         missing = self.count - len(part)

@@ -164,7 +164,8 @@ class EngineGroup(Backend):
     def _hand_over(self, opened: Mapping[int, _Pending]) -> dict[tuple[int, ...], Future[Any]]:
         """Send each request to the leader (first rank) of its replica.
 
-        Return one future per leader, keyed by the numbers of the requests that were sent to this leader.
+        Return one future for each leader that receives requests. The future's key is the tuple of these requests' keys in
+        ``opened``.
         """
         asked = {}
         for replica, leader in enumerate(self.layout.leaders()):

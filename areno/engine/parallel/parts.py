@@ -99,7 +99,7 @@ def positions(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether no earlier rank of the tensor's mesh holds the same shard."""
+    """Whether this rank is the first rank of the tensor's mesh that holds this rank's shard."""
     if not isinstance(tensor, DTensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()

@@ -4,9 +4,9 @@ All stages know all microbatches, so shapes are never communicated. Microbatches
 states to the next stage and gradients to the previous stage. Sends are asynchronous, so the sender continues with its
 schedule. The last stage computes the predictions and the loss.
 
-areno does not use ``torch.distributed.pipelining``, because this package needs microbatches of one shape. The package also
-requires a default process group that contains all stages. In areno, a rank's default process group contains ranks of only one
-stage.
+areno does not use the package ``torch.distributed.pipelining``, because that package needs microbatches of one shape. The
+package also requires a default process group that contains all stages. In areno, a rank's default process group contains ranks
+of only one stage.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def distributed_config(
 
     Args:
         config: model configuration.
-        head_plan: tensor-parallel plan of the layers after the decoder layers, such as ``lm_head``, from the model's class.
+        head_plan: tensor-parallel plan that the model's class declares for its output head, such as ``lm_head``.
         layout: how the ranks divide the model.
         option: name of the option that sets the checkpoint ``path``, for error messages.
 

@@ -244,8 +244,8 @@ class ShapeOf:
     def _optimizer(self, config: OptimizerOptions) -> Optimizer:
         """Return the run's optimizer. If the run has several ranks, a stub replaces the connection to the other ranks.
 
-        With one rank, the optimizer does not use ``config.offload``, because :meth:`update` itself counts offloaded states and
-        gradients as host memory.
+        With one rank, ``config.offload`` has no effect on the optimizer. Instead, :meth:`update` counts the states and
+        gradients as host memory if ``config.offload`` is set.
         """
         parameters = self.model.parameters()
         if self.layout.world_size == 1:

@@ -205,11 +205,11 @@ class _Tuner:
         return phase.total - phase.parts["process"] - phase.parts["weights"] - self._own_state(phase)
 
     def _absent(self, plan: MemoryPlan, search: _Search) -> int:
-        """Return the planned bytes that :meth:`_fits` adds to the measured peak of a trial.
+        """Return the planned bytes that a trial does not allocate. :meth:`_fits` adds them to the trial's measured peak.
 
         During a trial, only the actor is loaded. The bytes therefore include the other models that stay loaded during training,
-        and the optimizer states of these models. A trial of training has no KV cache. If a run keeps its KV cache during
-        training, the size of the cache is added to such a trial.
+        and the optimizer states of these models. A trial of training has no KV cache. For such a trial, the bytes also include
+        the KV cache if the run keeps the cache during training.
         """
         phase = plan.phase("forward")
         assert phase is not None

@@ -377,7 +377,7 @@ class RolloutLoop:
         return hit.length
 
     def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
-        """For each i, prefill the context of the samples ``shared[i]`` from token ``cached[i]`` to ``stop`` (None: to the end).
+        """For each i, prefill the common context of the samples ``shared[i]``, from token ``cached[i]`` to ``stop`` or the end.
 
         Return the hidden state of the last prefilled token of each context [contexts, C].
         """

@@ -119,8 +119,8 @@ class StepPackage:
         """Let the model process random tokens, and write the resulting keys and values to the first cache columns.
 
         With random numbers as keys and values, each layer of a trained model would amplify the rounding differences between
-        the compiled and the uncompiled step. In 16-bit dtypes, the logits would then differ by up to a third of the
-        largest logit, even if the steps differed only in equivalent operators of PyTorch.
+        the compiled and the uncompiled step. In 16-bit dtypes, the logits of the two steps would then differ by up to a third
+        of the largest logit, even if the compiled step only replaced PyTorch operators with equivalent ones.
         """
         tokens, random = inputs[0], torch.Generator().manual_seed(1)
         for column in range(_COLUMNS):

@@ -27,7 +27,8 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
     def clear(self) -> None:
         """Free all graphs and the memory pool.
 
-        The next capture needs a new pool, because in older versions of PyTorch, a capture into a pool without graphs fails.
+        The next capture uses a new pool, because in older versions of PyTorch, a capture fails if all graphs of its pool have
+        been freed.
         """
         super().clear()
         self._pool = None
@@ -73,7 +74,10 @@ class GraphSet(dict[int, torch.cuda.CUDAGraph]):
 
 @contextmanager
 def _no_syncs() -> Iterator[None]:
-    """Raise an error if an operation synchronizes with the host. The error names the operation, unlike errors in a capture."""
+    """Raise an error that names the operation if an operation synchronizes with the host.
+
+    An error during the capture of a CUDA graph would not name the operation.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
