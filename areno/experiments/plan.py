@@ -58,7 +58,7 @@ class ExperimentSizes(Sizes):
         return self.experiment.train_dataset.max_length or max(gconfig.max_tokens - gconfig.max_new_tokens, 1)
 
     def roles(self) -> list[HeldRole]:
-        """Return the models that need memory for weights in addition to the actor's weights.
+        """Return the models, other than the actor, that need memory for their weights.
 
         Frozen models with the same path share their weights, so only the first of them is returned. If the actor trains a
         LoRA adapter, a frozen model with the actor's path is omitted, because it shares the weights under the adapter.

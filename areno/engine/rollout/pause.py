@@ -25,7 +25,7 @@ class Pause:
     def held(self, stopped: Callable[[], bool]) -> Iterator[None]:
         """Pause the loop during the ``with`` block.
 
-        ``stopped`` returns whether the loop has ended or has not started. If so, the block starts at once.
+        If ``stopped`` returns True, the loop has ended or has not started, and the block starts at once.
         """
         with self._turns:
             with self._wake:

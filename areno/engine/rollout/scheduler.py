@@ -47,8 +47,8 @@ class Scheduler:
     """The queue and the slots of a rollout loop.
 
     Args:
-        budget_tokens: capacity of the cache in tokens. Each sequence with a slot occupies :meth:`columns` tokens of it, even if
-            the sequence is shorter.
+        budget_tokens: capacity of the cache in tokens. Each sequence with a slot occupies :meth:`columns` tokens of the cache,
+            even if the sequence is shorter.
         max_running: maximum number of sequences that are decoded at once.
     """
 

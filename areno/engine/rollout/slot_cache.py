@@ -31,7 +31,7 @@ READ_STEP = 16
 
 
 def _routing_layer(mixture: int) -> int:
-    """Return the negative index at which the cache stores an MoE layer's expert choices. Other layers have indices from 0."""
+    """Return the index of the cache layer with an MoE layer's expert choices: -1, -2, ... Other layers have indices from 0."""
     return -1 - mixture
 
 
@@ -101,7 +101,7 @@ class KVCache(ABC):
 
 
 class SlotCache(KVCache):
-    """Holds keys and values [slots, heads, columns, size] for each layer. A slot holds one sequence, a column one token."""
+    """Holds keys and values [slots, heads, columns, size] for each layer. A slot holds one sequence, one token per column."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)

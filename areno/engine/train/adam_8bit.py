@@ -41,11 +41,11 @@ _DECADES = 7
 
 @functools.cache
 def dynamic_values(signed: bool) -> Tensor:
-    """Return the factor of each 8-bit code, as fp32 [256] in ascending order.
+    """Return the factor that each 8-bit code stands for, as fp32 [256] in ascending order.
 
-    A number is stored as a code. Its value is the factor of the code times the scale of the number's block. If ``signed``
-    is true, the factors are between -1 and 1, otherwise between 0 and 1. The factors cover seven decades (powers of
-    ten), and are evenly spaced within each decade. Each decade has half as many factors as the next higher decade.
+    A quantized number is the product of its factor and the scale of its block. If ``signed`` is true, the factors are
+    between -1 and 1, otherwise between 0 and 1. The factors cover seven decades (powers of ten), and are evenly spaced
+    within each decade. Each decade has half as many factors as the next higher decade.
     """
     levels = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -76,9 +76,9 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 class Quantised:
     """Quantized numbers, stored as codes (uint8 [blocks, 256]) and scales (fp32 [blocks]).
 
-    A number is the factor of its code (:func:`dynamic_values`) times the scale of its block. The scale of a block is the
-    number with the largest absolute value in the block, including the sign of this number. The sign is necessary, because
-    there is a code for the factor 1 but none for -1.
+    Each code stands for a factor; see :func:`dynamic_values`. A number is the product of its factor and the scale of its
+    block. The scale of a block is the number with the largest absolute value in the block, including the sign of this
+    number. The sign is necessary, because there is a code for the factor 1 but none for -1.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, signed: bool) -> None:

@@ -35,7 +35,8 @@ class PackedBatch:
     def on_action_axis(self, values: Tensor) -> Tensor:
         """Expand ``values`` to the action axis [A], which has one entry per token, except for the first token of each row.
 
-        ``values`` has one entry per scored action, which is a token that is trained on. The entries of all other tokens are 0.
+        ``values`` has one entry per scored action, which is a token that is trained on. In the result, the entries of all
+        other tokens are 0.
         """
         mask = self.data["packed_response_mask"]
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).index_copy(0, self.scored, values)
@@ -53,7 +54,7 @@ def pack_rows(
     With ``tree``, a common prefix of several rows is packed once instead of once per row. If this saves less than 10% of
     the tokens, ``tree`` has no effect. The loss receives the same data with and without ``tree``;
     :mod:`areno.loss_fns.loss_interface` lists the keys of this data. With ``routers``, the recorded expert choices of the
-    rows are replayed, and ``count`` counts the replayed choices.
+    rows are replayed. The counter ``count``, if given, counts the replayed choices.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
@@ -103,7 +104,7 @@ _STREAMS = {**dict.fromkeys(_NUMBERS, torch.float32), "versions": torch.int64, "
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Concatenate a per-token list of the rows, such as the advantages. Return the entries at the indices ``actions``.
+    """Concatenate one per-token list of each row, such as the advantages. Return the entries at the indices ``actions``.
 
     ``name`` is the attribute of the rows that holds the list. ``actions`` are the indices of all tokens except the first
     token of each row. Return None if no row has this list.

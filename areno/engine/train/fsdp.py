@@ -187,7 +187,8 @@ class FullyShardedAdamW(Optimizer):
     def _moments(self, share: nn.Parameter, parameter: Tensor) -> dict[str, Tensor]:
         """Return the moments of a shard in a dict whose keys are the names of the moments in a saved state.
 
-        Moments in 8 bits are decoded to fp32, because another sharding would have other quantization blocks.
+        Moments in 8 bits are decoded to fp32, because the state may be loaded with another sharding, which has other
+        quantization blocks.
         """
         moments = self._adam.state.get(share)
         if not moments:

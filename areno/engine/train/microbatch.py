@@ -2,8 +2,9 @@
 
 There are two algorithms. ``ffd`` (first fit decreasing) assigns rows in the order of decreasing length. With a token
 budget, each row goes to the first bin that has enough room. Without a budget, each row goes to the bin that has the
-fewest tokens so far. With ``tree``, ``ffd`` instead groups rows that share prefixes. ``kk`` (the differencing method of
-Karmarkar and Karp) makes bins with nearly equal numbers of tokens, so that all forward passes take about the same time.
+fewest tokens so far. If the setting ``tree`` of :class:`MicroBatching` is true, ``ffd`` does not use these rules, but
+groups rows that share prefixes. ``kk`` (the differencing method of Karmarkar and Karp) makes bins with nearly equal
+numbers of tokens, so that all forward passes take about the same time.
 """
 
 from collections.abc import Sequence

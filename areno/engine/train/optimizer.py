@@ -56,7 +56,10 @@ class OptimizerOptions:
 
     @property
     def moments(self) -> str:
-        """Format of the moments: ``8bit``, ``bf16`` or ``fp32``. A saved state can be loaded only if its format is the same."""
+        """Format of the moments: ``8bit``, ``bf16`` or ``fp32``.
+
+        An optimizer can load only states that were saved with the same format.
+        """
         return "8bit" if self.adam_8bit else "bf16" if self.adam_bf16 else "fp32"
 
     def moment_bytes(self, count: int, quantised: bool | None = None) -> int:

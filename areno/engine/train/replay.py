@@ -31,8 +31,8 @@ def replay_of(
         routers: the model's routers.
         device: device of the model.
         places: for each token of the concatenated rows, its position in the input of the forward pass. None if the input
-            is the concatenation of the rows. If rows share a prefix, the input may contain the prefix only once. The expert
-            choices of a prefix token then come from the first row that has a record for this token.
+            is the concatenation of the rows. If the input contains a common prefix of several rows only once, the expert
+            choices of a prefix token come from the first row that has a record for this token.
         count: counter of the replayed choices, or None.
 
     Raises:

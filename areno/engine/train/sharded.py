@@ -6,9 +6,10 @@ tensor parallelism, only ranks that hold the same shard of the model exchange gr
 replicas on the CPUs of one Linux machine share one copy of the weights. In this case, each replica updates its shard in
 place. Each rank saves its shard. A run in any layout can resume from the saved shards.
 
-If the moments have 8 bits, each parameter and each shard starts at a multiple of the quantization block size in the
-flat buffer. The blocks are therefore the same for any number of replicas. For tensors sharded by tensor parallelism,
-the blocks depend on the layout. When a run resumes in another layout, the moments of such tensors are quantized again.
+If the moments have 8 bits, the offset of each parameter and of each shard in the flat buffer is a multiple of the
+quantization block size. The blocks are therefore the same for any number of replicas. For tensors sharded by tensor
+parallelism, the blocks depend on the layout. When a run resumes in another layout, the moments of such tensors are
+quantized again.
 
 Master weights, moments and summed gradients may be in host memory instead of GPU memory. Data for a collective is then
 first copied to the GPU.
@@ -111,7 +112,7 @@ class ZeroAdamW(Optimizer):
         """Divide this rank's shard of the weights into the tensors that the optimizer updates.
 
         For each tensor, yield the tensor, whether its moments have 8 bits, and the slice of the shard that the tensor covers.
-        With ``adam_8bit``, the part of each parameter in the shard is a separate tensor. Otherwise the whole shard is one
+        With ``adam_8bit``, the shard is divided at the boundaries between parameters. Otherwise the whole shard is one
         tensor.
         """
         if not self.config.adam_8bit:

@@ -160,10 +160,10 @@ class SavedState:
 def _overlap(
     local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Compute the overlap of a saved chunk with a box, which is a part of the shard to read; see :func:`_boxes`.
+    """Compute the overlap of a saved chunk with a box of a shard.
 
-    ``local`` are the slices of the box in the shard, and ``offsets`` are the offsets of the box in the unsharded tensor.
-    Yield the slices of the overlap in the shard, and its slices in the chunk. Yield nothing if there is no overlap.
+    ``local`` and ``offsets`` describe the box; see :func:`_boxes`. Yield a tuple of slices that select the overlap in the
+    shard, and a tuple of slices that select the overlap in the chunk. Yield nothing if there is no overlap.
     """
     here, there = [], []
     for own, offset, start, size in zip(local, offsets, chunk.offsets, chunk.sizes, strict=True):

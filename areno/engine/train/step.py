@@ -284,7 +284,7 @@ class TrainStep:
         tree: bool,
         measured: _Measured,
     ) -> None:
-        """Run the forward and backward passes of the microbatches ``passes`` on all pipeline stages.
+        """Run the forward and backward pass of each microbatch in ``passes`` on all pipeline stages.
 
         Only the first ``counted`` microbatches contribute to the loss. All other microbatches have a gradient of 0.
         """
@@ -424,7 +424,7 @@ class TrainStep:
         """Divide rows into microbatches, one for each forward pass.
 
         An integer ``mini_bs`` limits the rows of a microbatch. If the loss declares the unit that it averages over (token,
-        sequence or pair), the division does not change the result. In this case, :func:`most_tokens` also limits the tokens.
+        sequence or pair), the microbatch size does not affect the result. Then :func:`most_tokens` also limits the tokens.
         """
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
@@ -449,8 +449,8 @@ def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:
-    """Return the number of rows per optimizer step. Raises ValueError if the loss is over pairs and ``rows``, ``mini_bs`` or
-    ``mini_bs.granularity`` is odd, or if ``mini_bs`` is a :class:`MicroBatching` and ``accumulation`` is set."""
+    """Return the number of rows per optimizer step. Raises ValueError if ``rows``, ``mini_bs`` or
+    ``mini_bs.granularity`` is odd for a loss over pairs, or if ``accumulation`` is set and ``mini_bs`` is not an integer."""
     block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
     if unit == "pair" and (rows % 2 or block % 2):
         what = "mini_bs" if isinstance(mini_bs, int) else "mb_spec.granularity"
@@ -472,7 +472,7 @@ def _chunks(
 ) -> Iterator[Sequence[TrainSequence]]:
     """Divide rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens.
 
-    Blocks of ``together`` adjacent rows are never split. A single block may exceed ``most_tokens``. With ``tree``,
+    The rows consist of blocks of size ``together``. A block is never split, even if it exceeds ``most_tokens``. With ``tree``,
     the tokens of a prefix that several rows of a chunk share are counted only once.
     """
     start, tokens, prefixes = 0, 0, TokenTree()

@@ -15,7 +15,7 @@ from areno.types import TokenRecord, TrainSequence
 class TokenRecords:
     """Stores the log-probs and clip flags that this rank has computed since the last call of :meth:`take`.
 
-    A row's attribute ``observed`` is the number of its record, or -1 if no record of the row is kept.
+    A row's attribute ``observed`` identifies the record of the row. It is -1 if no record of the row is kept.
     """
 
     def __init__(self) -> None:

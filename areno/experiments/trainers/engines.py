@@ -235,7 +235,7 @@ def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
 def make_engine(
     section: TrainEngineConfig, config: EngineConfig, layout: Layout, launcher: Launcher | None = None
 ) -> Backend:
-    """Open the engine of a section's model, in this process or in separate processes."""
+    """Open the engine of the model that ``section`` configures, in this process or in separate processes."""
     threads = section.scheduling_spec[0].cpu
     processes = Processes(
         startup_s=section.setup_timeout,

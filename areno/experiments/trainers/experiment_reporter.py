@@ -76,7 +76,7 @@ class ExperimentReporter(Reporter):
         self._stats_logger.commit(at.epoch, at.epoch_step, at.global_step, outcome.stats)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
-        """Record the metrics of an evaluation under the number of the step that follows the evaluation."""
+        """Record the metrics of an evaluation, with the number of the next step as the step number."""
         self._stats_logger.before_step(metrics, state.step)
 
     def show(self, step: int, outcome: StepOutcome) -> None:

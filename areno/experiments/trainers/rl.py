@@ -3,9 +3,9 @@
 By default, separate processes generate while this process trains. Alternatively, a single engine alternates between
 generation and training. A training step has these stages:
 
-    generate a batch of trajectories -> convert it to rows -> score the rows with the reference, critic and teacher models
-      and with the actor's weights before the update -> compute advantages -> take optimizer steps -> send the new weights to
-      the replicas -> save models -> evaluate -> record statistics -> write a recovery checkpoint
+    generate a batch of trajectories -> convert it to rows -> score the rows with the actor, reference, critic and teacher
+      models -> compute advantages -> take optimizer steps -> send the new weights to the replicas -> save models -> evaluate
+      -> record statistics -> write a recovery checkpoint
 
 With separate processes, the next batches are generated while the model trains on a batch. Generation may be ahead of training
 by at most ``rollout.max_head_offpolicyness`` weight versions.
@@ -283,8 +283,8 @@ class PPOTrainer(ExperimentTrainer):
             total_epochs: number of epochs, instead of ``total_train_epochs``.
 
         Raises:
-            RolloutStoppedError: too many consecutive episodes failed or were rejected, or a reward failed with
-                ``reward.on_error=stop``.
+            RolloutStoppedError: too many consecutive episodes failed or were rejected, or a reward failed and
+                ``reward.on_error`` is ``stop``.
             EngineError: a process failed permanently, or the run makes no progress.
         """
         self.plan_steps(total_epochs)

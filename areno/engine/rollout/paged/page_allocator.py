@@ -17,11 +17,13 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
     The scheduler counts each live sequence as if it were as long as the longest sequence. This length is rounded up to a
     multiple of :data:`COLUMN_STEP`, which is a whole number of pages. A sequence therefore never needs more pages than the
     scheduler counts. Sequences that share pages need fewer pages. A sequence of at most ``budget_tokens`` tokens is always
-    admitted if no other sequence is live. Its rounded length may exceed the budget, so the budget is rounded up, too.
+    admitted if no other sequence is live. The rounded length of the admitted sequence may exceed the budget, so the budget
+    is rounded up, too.
 
-    A decode step that is launched before the tokens of the previous step are known may allocate one more page per running
-    sequence. The prefix store holds up to ``prefix_tokens`` tokens, in whole blocks. A block is a whole number of pages, so
-    these tokens fill their pages completely. The returned number includes the spare page, which is reserved for padding.
+    A decode step may be launched before the tokens of the previous step are known. Each running sequence may then need one
+    page more than the scheduler counts. The prefix store holds up to ``prefix_tokens`` tokens, in whole blocks. A block is a
+    whole number of pages, so these tokens fill their pages completely. The returned number includes the spare page, which is
+    reserved for padding.
     """
     if page_size < 1 or BLOCK % page_size or COLUMN_STEP % page_size:
         raise EngineError(

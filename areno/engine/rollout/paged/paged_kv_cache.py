@@ -37,7 +37,7 @@ class PagedCache(KVCache):
         device: device of the cache.
         page_size: number of tokens per page.
         rows: initial number of rows of the block table.
-        columns: number of tokens per row for which the block table initially has space. If the block table grows later,
+        columns: number of tokens that each row of the block table initially has space for. If the block table grows later,
             captured CUDA graphs become invalid.
 
     Attributes:
@@ -104,7 +104,7 @@ class PagedCache(KVCache):
     def resize(self, pages: int, columns: int) -> None:
         """Free the cache, and change the number of pages to ``pages``.
 
-        ``columns`` is the number of tokens per row for which the new block table initially has space.
+        ``columns`` is the number of tokens that each row of the new block table initially has space for.
         """
         self._initial = self._initial[0], columns
         self.allocator = PageAllocator(pages)
@@ -117,7 +117,7 @@ class PagedCache(KVCache):
     # -- rows and pages --------------------------------------------------------------------------------------------
 
     def pages_of(self, row: int) -> list[int]:
-        """Return the pages of a row, in the order of the context."""
+        """Return the pages of a row, in the order of the row's tokens."""
         return list(self._rows[row])
 
     def extend(self, row: int, start: int, stop: int) -> None:
