@@ -1,8 +1,8 @@
 """Generates the batches of ``areno train`` up to ``--max-staleness`` steps before training uses them.
 
 Generation of the batch of step s starts as soon as the weights have version ``s - max_staleness``. Training uses the batches in
-data order. Between the start of generation and training on the batch, there are therefore at most ``max_staleness`` updates, so
-no token is older than this number of versions.
+data order. After generation of a batch has started, the weights are therefore updated at most ``max_staleness`` times before
+training uses the batch, so no token is older than this number of versions.
 """
 
 from collections import deque

@@ -1,10 +1,10 @@
 """Runs episodes concurrently with training, and assembles their trajectories into batches.
 
 Data rows wait in a queue. When :mod:`staleness` allows another episode, the episode of the first waiting row starts in
-:mod:`episode_thread`. A batch is formed as soon as enough episodes have finished. If there are more, the batch gets those that
-started first. This choice reduces the bias towards short answers. The trajectories of a batch are in random order.
-The dispatcher logs the state of the episodes while a caller waits without progress. It raises an error if a batch cannot be
-completed, or if too many consecutive episodes fail or are rejected.
+:mod:`episode_thread`. A batch is formed as soon as enough episodes have finished. If more than enough have finished, the batch
+gets those that started first. This choice reduces the bias towards short answers. The trajectories of a batch are in random
+order. While a caller waits and the episodes make no progress, the dispatcher logs their state. It raises an error if a batch
+cannot be completed, or if too many consecutive episodes fail or are rejected.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class BatchDispatcher:
         on_stale: ``regenerate`` reruns an episode whose trajectory exceeds ``max_staleness``; ``drop`` discards the trajectory.
         max_errors_in_a_row: the run ends after this many consecutive failed episodes; None: max(8, 2 * batch size).
         max_rejections_in_a_row: the same for consecutive failed or rejected episodes; None: max(128, 16 * batch size).
-        stall_report_s: seconds without progress after which a method that waits for episodes logs their state.
-        stall_timeout_s: seconds without progress after which a method that waits for episodes raises an error.
+        stall_report_s: a method that waits for episodes logs their state after this many seconds without progress.
+        stall_timeout_s: a method that waits for episodes raises an error after this many seconds without progress.
         check_trajectory_format: check the keys, shapes and values of every trajectory.
         listener: function that is called at every status change of an episode, from any thread.
         stops_on: types of errors that end the run at once if an episode raises them.
@@ -155,8 +155,8 @@ class BatchDispatcher:
     ) -> Batch:
         """Wait for the next training batch and return it. Also reads rows for later batches.
 
-        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call. Rows that were
-        started with another workflow or filter run again, and count as ``restarted``. Only the caller's thread reads ``rows``.
+        All trajectories of the batch use the workflow and the filter (``should_accept_fn``) of this call. Rows started
+        with another workflow or filter are run again, and count as ``restarted``. Only the caller's thread reads ``rows``.
 
         Raises:
             DataError: the rows end before the batch is complete.

@@ -7,15 +7,16 @@ number of further episodes that may start (:class:`RolloutStat` explains the cou
                     (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
                     - (accepted + claimed + running) )
 
-If an episode is rejected or becomes stale, another episode usually replaces it. But a dynamic batch (see
-:class:`StalenessManager`) may count the episode towards the batch size. Then the episode is claimed, and is not replaced.
+If an episode is rejected or becomes stale, another episode usually replaces it. But if a dynamic batch (see
+:class:`StalenessManager`) counts the rejected or stale episode towards the batch size, this episode counts as ``claimed``, and
+is not replaced.
 
 The formula limits the staleness. Let eta be ``max_head_offpolicyness``, and let B be ``max(1, consumer_batch_size)``, which is
 the number of episodes in a batch. Each batch increases the weight version by 1. An episode can start at version ``v`` only if
 the capacity is positive. In this case, fewer than ``(eta + v + 1) * B`` earlier episodes are running, accepted or claimed. All
-other earlier episodes, for example cancelled or replaced episodes, do not count towards the size of a batch. Assume that
-batches used episodes in the order in which the episodes started. Then at most ``eta + v`` batches would come before the batch
-with the new episode. The new episode would therefore be used at version ``eta + v`` or earlier.
+other earlier episodes, for example cancelled or replaced episodes, do not count towards the size of a batch. If batches
+always used episodes in the order in which the episodes started, at most ``eta + v`` batches would come before the batch with
+the new episode. The new episode would therefore be used at version ``eta + v`` or earlier.
 
 But a batch does not wait for a long episode. Shorter episodes overtake the long episode, which is then used later. If the
 dispatcher has a ``max_staleness``, the dispatcher therefore checks each trajectory with :func:`too_old`.
@@ -48,7 +49,8 @@ class StalenessManager:
         consumer_batch_size: episodes per training batch.
         max_head_offpolicyness: maximum number of batches that generation may be ahead of training; 0: synchronous training.
         replaces_rejected: whether another episode may start in place of a rejected episode; False for dynamic batches. A
-            dynamic batch counts rejected episodes towards its size, and therefore may have fewer trajectories.
+            dynamic batch counts rejected episodes towards its size, and therefore may have fewer than
+            ``consumer_batch_size`` trajectories.
 
     Raises:
         UsageError: ``max_head_offpolicyness`` is negative.
@@ -131,7 +133,7 @@ class StalenessManager:
         Args:
             version: current weight version.
             unused: number of accepted episodes that no batch has used.
-            claimed: number of claimed episodes (see :class:`RolloutStat`) that no batch has counted yet.
+            claimed: number of claimed episodes (see :class:`RolloutStat`) that no batch has counted towards its size yet.
         """
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)

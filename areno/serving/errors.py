@@ -80,8 +80,8 @@ def unexpected(error: BaseException) -> ApiError:
 
 def _invalid(error: RequestValidationError) -> ApiError:
     """Convert the most specific validation error to an :class:`ApiError`. A field with a union type has errors for each type of
-    the union. The most deeply nested error belongs to the type that fits best. If errors are equally nested, a wrong value is
-    more specific than a wrong type.
+    the union. The most deeply nested error belongs to the type that fits best. If errors are equally deep, an error about a
+    wrong value is more specific than an error about a wrong type.
     """
     errors = error.errors()
     first = max(errors, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))

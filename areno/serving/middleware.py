@@ -81,7 +81,7 @@ class RequestMiddleware:
         return key is None or secrets.compare_digest(client_key, key.encode())
 
     def _check_host(self, scope: Scope, header: bytes) -> None:
-        """Reject foreign ``Host`` headers on a loopback server without a key, as a protection against DNS rebinding.
+        """If a loopback server requires no API key, reject foreign ``Host`` headers, as a protection against DNS rebinding.
 
         A foreign web page can reach the server if the domain of the page resolves to 127.0.0.1. The requests of this page
         have this domain in the ``Host`` header.

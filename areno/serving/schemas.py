@@ -159,7 +159,7 @@ class FunctionName(StrictSchema):
 
 
 class NamedTool(StrictSchema):
-    """A ``tool_choice`` that requires the tool with this name."""
+    """A ``tool_choice`` that requires the tool named in ``function``."""
 
     type: Literal["function"]
     function: FunctionName

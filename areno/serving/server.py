@@ -144,8 +144,8 @@ class ForegroundServer:
     def serve(self) -> None:
         """Serve until a signal arrives, and then finish the running requests.
 
-        A second signal cancels the running requests. The requests are also cancelled after ``drain_timeout_s`` seconds. Raises
-        ArenoError if loading the model failed.
+        A second signal cancels the running requests. Without a second signal, they are cancelled ``drain_timeout_s`` seconds
+        after the first. Raises ArenoError if loading the model failed.
         """
         run_loop(self._serve())
         if self._loading.is_alive():

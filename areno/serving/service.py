@@ -1,8 +1,8 @@
 """The layer between HTTP and the engine: server state, admission control and the requests in flight.
 
 Almost all code runs in the thread of the event loop, with two exceptions. The thread that loads the model calls
-:meth:`Service.attach`, and sets :attr:`Service.failure` if loading fails. The functions that :meth:`Service.prepare`
-runs in worker threads call :meth:`Service.seeds`.
+:meth:`Service.attach`, and sets :attr:`Service.failure` if loading fails. :meth:`Service.prepare` runs functions in
+worker threads, and these functions call :meth:`Service.seeds`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Service:
     """Server state and admission control.
 
     ``engine`` is None until the model is loaded. A ``recorder`` stores conversations for training. With a recorder, clients
-    must use an API key that the recorder knows; the configured key is not accepted.
+    must use an API key that the recorder knows; ``config.api_key`` is not accepted.
     """
 
     def __init__(self, config: ServingConfig, engine: Backend | None = None, recorder: Recorder | None = None) -> None:

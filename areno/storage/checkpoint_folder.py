@@ -153,7 +153,7 @@ class CheckpointFolder:
     def _newest_first(self) -> list[tuple[int, Path]]:
         """Return steps and folders of all checkpoints, also of incomplete checkpoints, newest first.
 
-        If ``best`` and another checkpoint have the same step, ``best`` comes directly after this checkpoint.
+        If ``best`` and another checkpoint have the same step, ``best`` follows the other checkpoint in the list.
 
         A damaged ``best`` cannot be sorted, because its step is unknown. If there are other checkpoints, it is renamed to
         ``.damaged-best`` and not returned. Otherwise, it is returned with step 0.

@@ -130,7 +130,7 @@ def _set_rope_scaling(config: Any, scaling: str, factors: Any) -> None:
     """Set Llama 3's RoPE scaling in ``config`` if the GGUF file contains scaling ``factors``, which transformers ignores.
 
     ``scaling`` is the scaling type in the file, or ``none``. Raises ValueError if ``factors`` are not those of Llama 3. Without
-    ``factors``, raises ValueError if the file has a scaling type but transformers set no scaling in ``config``.
+    ``factors``, raises ValueError if the file has a scaling type but ``config`` contains no scaling.
     """
     import numpy as np
 

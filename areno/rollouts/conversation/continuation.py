@@ -136,7 +136,8 @@ def _shows(rendered: str, text: Any) -> bool:
 def _after_answer(
     tokenizer: Any, past: Turn, history: list[dict[str, Any]], render: Render, before: str, after: str
 ) -> tuple[str, str]:
-    """Return the text that follows the sampled tokens of ``past``, and the ``anchor`` that :func:`tokens_after` needs for it.
+    """Return the text that follows the sampled tokens of ``past``, and the ``anchor`` with which :func:`tokens_after` must
+    tokenize this text.
 
     ``before`` is the rendered ``history``, which ends with the answer of ``past``. ``after`` also has the new messages.
     """
@@ -154,8 +155,8 @@ def _after_answer(
 def _after_stop_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
     """Return the result of :func:`_after_answer` for an answer that ended at the stop token ``end``.
 
-    Usually, the rendered answer ends with ``end``. In formats without an end token, the text of the next turn starts with
-    ``end``. Raises :class:`Forked` if neither is the case.
+    Usually, the rendered answer ends with ``end``. In some formats, ``end`` is instead the first token of the next turn. Raises
+    :class:`Forked` if neither is the case.
     """
     rest = after[len(before) :]
     answer = before[len(past.prompt_text) :]

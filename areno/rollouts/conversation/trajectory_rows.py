@@ -74,7 +74,7 @@ class TrajectoryRow:
 
 
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
-    """Build the training rows from the turns of one sample. Rows in which no token counts in the loss are omitted.
+    """Build the training rows from the turns of one sample. Rows without any token that counts in the loss are omitted.
 
     Raises:
         UsageError: prompt tokens count in the loss under ``policy``, but the tokenizer cannot map tokens to text.
@@ -108,8 +108,8 @@ def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
     """Return the turns from the root to ``turn``, which is one of a sample's ``turns``.
 
-    A turn on this path may belong to another sample. If ``turns`` contains a turn with the same prompt tokens and sampled
-    tokens, the path contains that turn instead.
+    If a turn on this path belongs to another sample, it is replaced by the turn in ``turns`` that has the same prompt tokens
+    and sampled tokens, if there is one.
     """
     own_turns = set(turns)
     path: list[Turn] = []

@@ -166,7 +166,7 @@ class RolloutFleet:
 
         Raises:
             EngineError: the fleet is closed, or a request cannot be answered.
-            WorkerFailedError: a replica has used up its restarts; or restarts are disabled, and all replicas have failed.
+            WorkerFailedError: a replica has used up its restarts, or (if restarts are disabled) all replicas have failed.
         """
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 

@@ -19,7 +19,7 @@ _DRAIN_POLL_S = 0.1
 
 
 class RolloutReplica(Replica, Protocol):
-    """The methods of a replica that the router needs."""
+    """The replica methods that the router needs."""
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """See :class:`areno.engine.backend.Generator`."""

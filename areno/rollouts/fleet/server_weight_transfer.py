@@ -1,4 +1,4 @@
-"""Transfers new weights from a trainer to inference servers, by a broadcast or through a folder on disk or in shared memory.
+"""Transfers new weights from a trainer to inference servers, by a broadcast or through a folder (on disk or in shared memory).
 
 A transfer is verified by comparing the server's log-probs of test tokens with the trainer's. A "success" response or changed
 output would not prove that the weights are right.
@@ -31,7 +31,8 @@ _MAX_GAP = {True: 0.01, False: 0.3}
 class ServerWeightTransfer:
     """Transfers weights to servers, one update at a time. Servers that start later get the newest weights.
 
-    ``channel`` broadcasts to servers that support broadcasts. Without a channel, servers load the weights from folders.
+    In mode ``xccl``, ``channel`` broadcasts the weights to the servers where possible. A server that gets no broadcast loads
+    the weights from a folder.
     """
 
     def __init__(

@@ -316,15 +316,15 @@ class DialledStore:
     def members(self, name: str) -> int:
         """Return a number above the size of any process group, because the actual number of members is unknown.
 
-        A caller that waits for all members therefore continues at once. The members wait for each other when they form the
-        process group.
+        A caller that waits until this number reaches the size of the group therefore continues at once. The members wait for
+        each other when they form the process group.
         """
         return 2**31
 
     def call_off(self, name: str) -> None:
         """Do nothing, because the members of a process group cannot be notified that the group is cancelled.
 
-        Members that wait for the group time out after :data:`PATIENCE_S` seconds.
+        A member that waits for the group times out after :data:`PATIENCE_S` seconds.
         """
 
 

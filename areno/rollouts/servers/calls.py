@@ -84,7 +84,7 @@ class ServerCalls(Protocol):
         """Load an adapter under a name."""
 
     async def unload_adapter(self, http: httpx.AsyncClient, name: str) -> None:
-        """Unload an adapter. Requests that already use the adapter finish with it; the server rejects new requests for it."""
+        """Unload an adapter. Running requests that use the adapter finish normally; the server rejects new requests for it."""
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """Return the log-probs of the prompt tokens at temperature 1. The first token has no log-prob and no entry."""

@@ -199,8 +199,8 @@ class ServerReplica:
     async def _abandon_if_unhealthy(self, error: EngineError) -> None:
         """Abandon the server if it is unhealthy.
 
-        Call this method before an error is reported to the router. The router resubmits the failed request to another replica
-        only if the server of this replica is already marked as failed.
+        Call this method before an error is reported to the router. If the server is not marked as failed by then, the router
+        does not resubmit the failed request to another replica.
         """
         if self.workers.failed or await self._healthy():
             return
@@ -274,7 +274,10 @@ class ServerReplica:
         return self.call(self._transfer.world_size(self._http))
 
     def join_group(self, where: DialledStore, first: int, size: int) -> None:
-        """Let the server's workers join a group of ``size`` members, with ranks from ``first`` on. May raise EngineError."""
+        """Let the server's workers join a group of ``size`` members. The workers' ranks begin at ``first``.
+
+        Raises EngineError on failure.
+        """
         self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
 
     def receive(self, update: Update) -> float:
@@ -296,9 +299,9 @@ class ServerReplica:
         """Return token ids, and the server's log-probs of some of these tokens.
 
         Without an adapter, the tokens are those of the prompt, and all except the first have log-probs. With an adapter, the
-        server generates an answer, the tokens are those of the prompt and the answer, and only those of the answer have
-        log-probs. The prompt is not scored in this case, because vLLM 0.32 on CPUs crashes if it computes prompt log-probs
-        concurrently with other requests of an adapter.
+        server generates an answer. In this case, the tokens are those of the prompt and the answer, and only the answer tokens
+        have log-probs. The prompt is not scored, because vLLM 0.32 on CPUs crashes if it computes prompt log-probs while other
+        requests use an adapter.
 
         If the call to the server fails, this method checks the server's health and raises EngineError. An unhealthy server is
         marked as failed, and is stopped if areno has started the server.

@@ -53,8 +53,8 @@ def _is_packaged(module: ModuleType) -> bool:
 class RewardCall:
     """Calls a workflow's reward function for one sample, which a :class:`RewardRecord` describes.
 
-    The function gets four positional arguments: prompt and completion as text, and the token ids of both. The columns of the
-    data row are its keyword arguments. ``sent`` is the pickled function or its name.
+    The function gets four positional arguments: prompt and completion as text, and the token ids of both. It also gets the
+    columns of the data row as keyword arguments. ``sent`` is the pickled function or its name.
     """
 
     def __init__(self, sent: bytes | str) -> None:
