@@ -20,7 +20,7 @@ class LogPart:
 
 
 def log_part(file: BinaryIO, after: int | None = None, before: int | None = None) -> LogPart:
-    """Return a section of a log with at most ``PART_BYTES`` bytes.
+    """Return a section of a log. A section has at most ``PART_BYTES`` bytes.
 
     The section starts at byte ``after`` or ends at byte ``before``. By default, the section is the end of the log.
     """

@@ -115,9 +115,9 @@ class RunDirectory:
 
         Also delete the saved rollouts of these steps. Return the number of deleted lines.
 
-        Steps are numbered from 0. In ``eval_samples.jsonl``, the number of an evaluation is the number of completed steps. The
-        evaluation after ``step`` therefore has the number ``step + 1``, and is kept. Exception: if ``step`` is -1, all lines of
-        this file are deleted, because the run repeats the evaluation before the first step.
+        Steps are numbered from 0. In ``eval_samples.jsonl``, an evaluation is recorded under the number of completed steps. The
+        evaluation after ``step`` is therefore recorded under ``step + 1``, and is kept. Exception: if ``step`` is -1, all lines
+        of this file are deleted, because the run repeats the evaluation before the first step.
         """
         dropped = sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path, self.warnings_path))
         with _writing(self.samples_path):

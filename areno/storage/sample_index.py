@@ -47,7 +47,9 @@ def index_path(samples: Path) -> Path:
 
 
 def append_entries(samples: Path, rows: Sequence[Mapping[str, Any]], lines: Sequence[bytes], offset: int) -> None:
-    """Append an entry per line to the index. The ``lines`` are already in ``samples``, starting at byte ``offset``.
+    """For each of the ``lines``, append an entry to the index.
+
+    The ``lines`` are already in ``samples``, starting at byte ``offset``.
 
     If the index does not cover exactly the first ``offset`` bytes of ``samples``, the index is first rebuilt from these bytes.
     """
@@ -94,8 +96,8 @@ def read_sample(file: BinaryIO, entry: Any, *, tokens: bool = True, text: str = 
 
     Args:
         tokens: whether to return the key ``rows``, which contains the tokens. If False, the line is read only up to ``rows``,
-            and ``text`` is ignored. Exception: if ``rows`` does not begin in the first 64 KiB of the line, the whole line is
-            read as if ``tokens`` were True.
+            and ``text`` is ignored. But if ``rows`` does not begin in the first 64 KiB of the line, the whole line is read
+            as if ``tokens`` were True.
         text: casefolded text that the line must contain.
 
     Returns:
@@ -178,7 +180,7 @@ def _indexed(samples: Path, opened: Opener) -> Entries:
 
 
 def _indexed_bytes(path: Path) -> int:
-    """Return how many bytes of the samples file the index at ``path`` covers; 0 without an index."""
+    """Return the number of bytes of the samples file that the index at ``path`` covers; 0 without an index."""
     if not path.exists() or path.stat().st_size < ENTRY.itemsize:
         return 0
     with open(path, "rb") as file:

@@ -63,7 +63,7 @@ def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) ->
 
 
 def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
-    """Return the text or the messages under a row's key, like :func:`text_or_messages`. An empty list is also allowed."""
+    """Return the result of :func:`text_or_messages`. In addition, allow an empty list as the value of ``key``."""
     return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
 
 

@@ -76,7 +76,8 @@ class IncrementalDetokenizer:
     def _settle(self, decoded: str) -> str:
         """Emit invalid bytes as replacement characters, except for the last bytes, which may begin a valid character.
 
-        Without this, each further token would decode a long sequence of invalid bytes again, in quadratic time.
+        Without this method, a long sequence of invalid bytes would be decoded again after each token. The total time would
+        be quadratic.
         """
         for cut in range(len(self._window) - _MAX_CHARACTER_BYTES, len(self._window)):
             head = self._decode(self._window[:cut])

@@ -31,7 +31,7 @@ _HEAD = """<!doctype html><meta charset="utf-8"><title>Sessions</title>
 
 
 def read_sessions(inputs: Sequence[str | Path]) -> tuple[list[dict[str, Any]], int]:
-    """Return the sessions, sorted by submission time, and the number of skipped lines.
+    """Return the sessions in order of submission, and the number of skipped lines.
 
     Raises UsageError if there are no sessions.
     """

@@ -51,9 +51,9 @@ class Checkpoints:
         """Return the newest undamaged checkpoint, or the checkpoint of ``step``; None if checkpoints are missing or disabled.
 
         Raises:
-            CheckpointError: the checkpoint of ``step`` or, without ``step``, every checkpoint is damaged. This error is also
-                raised if a checkpoint cannot be read because of an I/O error or an unsupported format. With ``spec.strict``, it
-                is also raised if a file belongs to another user or can be written to by all users.
+            CheckpointError: the checkpoint of ``step`` is damaged, or ``step`` is None and every checkpoint is damaged. This
+                error is also raised if a checkpoint cannot be read because of an I/O error or an unsupported format. With
+                ``spec.strict``, it is also raised if a file belongs to another user or can be written to by all users.
         """
         if not self.spec.enabled:
             return None

@@ -46,7 +46,7 @@ from areno.types import TokenRecord, TrainSequence
 class PlannedStep:
     """A step to run, with its batch and its place in the run.
 
-    ``position`` is the number of rows of the epoch that are consumed by the end of the step, including skipped rows.
+    ``position`` is the number of rows of the epoch, including skipped rows, that have been consumed when the step ends.
     """
 
     batch: Any

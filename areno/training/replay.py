@@ -71,8 +71,8 @@ class RecordedStep:
         """Return a copy whose advantages will be computed from the rewards.
 
         ``by_group`` is whether the advantage of a sample depends on the rewards of all samples of the same prompt. Raises
-        UsageError if ``by_group`` is true, but only some samples of the step were recorded. The message begins with
-        ``because``, which describes the changed options.
+        UsageError if ``by_group`` is true, but only some samples of the step were recorded. ``because`` describes the
+        changed options, and is the beginning of the error message.
         """
         if by_group and not self.complete:
             raise UsageError(

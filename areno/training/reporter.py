@@ -70,7 +70,8 @@ class Reporter(ABC):
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
         """Write the metrics of an evaluation as a record.
 
-        If ``again`` is true, the evaluation was made before the run was resumed, and :meth:`rewind` has deleted its record.
+        If ``again`` is true, the evaluation was made before the run was resumed, and resuming has deleted the record of the
+        evaluation.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Converts training rows to flat arrays and back, and recorded samples to rows. A replay trains again on saved rows.
+"""Converts training rows to flat arrays and back. Also converts recorded samples to rows. A replay trains on saved rows again.
 
 The per-token lists of all rows are concatenated, and ``lengths`` holds the length of each row. The floats of a per-token list
 are stored as float32 or, if float32 would round a value, as float64. Rewards are stored as float64.

@@ -38,7 +38,7 @@ def parts_of(reward: float | None) -> Mapping[str, float]:
 
 
 def part_columns(rewards: Sequence[float], prefix: str = "") -> dict[str, list[float]]:
-    """Return the values of each reward part, by name. Only parts that all rewards have are included.
+    """Return the values of each reward part, by name. A part is omitted if any reward lacks it.
 
     ``prefix`` is prepended to the names of the parts.
     """
@@ -74,7 +74,7 @@ class RewardParts:
     def problem(self, reward: float) -> str | None:
         """Return an error message for a reward; None if the reward is valid.
 
-        A valid reward is finite, and includes every part that has a weight or that an earlier reward included.
+        A valid reward is finite. It has all parts for which a weight is set, and all parts that earlier rewards had.
         """
         parts = parts_of(reward)
         if missing := [name for name in self._names if name not in parts]:

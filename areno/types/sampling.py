@@ -91,8 +91,8 @@ class SamplingParams:
             factor, and negative logits are multiplied by it.
         logit_bias: numbers added to the logits of individual tokens, by token id.
         top_logprobs: number of most likely tokens to return at each position with their log-probs, at most 20.
-        min_new_tokens: minimum number of tokens to generate. EOS and ``stop_token_ids`` cannot be sampled earlier, but
-            ``stop`` strings still apply. If a grammar allows only EOS and ``stop_token_ids``, the response may be shorter.
+        min_new_tokens: minimum number of tokens to generate. Until this number is reached, EOS and ``stop_token_ids`` are not
+            sampled unless a grammar allows no other token. ``stop`` strings still apply.
 
     Raises:
         ValueError: a value is outside its documented range.

@@ -7,7 +7,7 @@
 - ``confined``: opens files of runs, but only files inside the folder
 - ``curves``: prepares metrics for charts
 - ``sample_pages``: filters and searches recorded samples, and returns pages of samples
-- ``evaluations``: compares answers to the same prompts in two evaluations
+- ``evaluations``: compares the answers of two evaluations, prompt by prompt
 - ``timeline``: reads sessions and phases over time, with weight versions
 - ``tails``: reads the ends of files to which a run appends
 - ``changes``: sends events about new data to the page

@@ -103,10 +103,11 @@ def _add_runs(app: FastAPI, catalog: RunCatalog) -> None:
         after: Cursors = [],  # noqa: B006
         points: int = MAX_POINTS,
     ) -> DataResponse:
-        """Return the points of the metrics ``name``.
+        """Return the points of each metric in ``name``.
 
-        ``after`` has one entry per metric: the value ``next`` of an earlier response, or an empty string for all points. In the
-        response, ``metrics`` is the number of all metrics of the run. If this number has grown, the run has new metrics.
+        ``after`` has one entry per metric: the field ``next`` of the metric in an earlier response, or an empty string for all
+        points. In the response, ``metrics`` is the number of all metrics of the run. If this number has grown, the run has new
+        metrics.
         """
         data = catalog.open(run_id).data()
         limit = min(max(points, 4), MAX_POINTS)

@@ -75,15 +75,15 @@ def extremes(values: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
 def _cursor(times: Series, count: int, records: int) -> str:
     """Return a cursor: a string that marks the position after the first ``count`` values of a series.
 
-    The cursor also contains ``records``, the number of records read from the metrics file, and the time of the last of these
+    The cursor also contains ``records`` (the number of records read from the metrics file) and the time of the last of these
     records. If this record later has a different time, the file was rewritten. The server stores nothing about a cursor.
-    Therefore, a client's cursor and points remain valid if the server closes the run or restarts.
+    Therefore, a client can keep its cursor and the points that it has received even if the server closes the run or restarts.
     """
     return f"{count}/{records}/{times.values[records - 1] if records else 0}"
 
 
 def _known(times: Series, cursor: str) -> int:
-    """Return the ``count`` of a :func:`_cursor`; 0 if it is malformed, or if the metrics file was rewritten afterwards."""
+    """Return the ``count`` of a cursor; 0 for a malformed cursor, and for a cursor of a metrics file that was rewritten."""
     try:
         count, records = (int(part) for part in cursor.split("/")[:2])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Compares the answers to the same held-out prompts in two evaluations of a run."""
+"""Compares the answers of two evaluations of a run, prompt by prompt."""
 
 from typing import Any
 

@@ -185,7 +185,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _excerpt(record: dict[str, Any] | None, needle: str) -> dict[str, Any] | None:
-    """Return ``excerpt``, the text around the first match of ``needle``, and ``reward_parts``; None without a match."""
+    """Return ``excerpt`` (the text around the first match of ``needle``) and ``reward_parts``; None without a match."""
     if record is None:
         return None if needle else {"excerpt": None, "reward_parts": {}}
     texts = _texts(record) if needle else [str(record.get("completion") or "")]

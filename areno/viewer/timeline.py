@@ -70,7 +70,8 @@ def timeline(run: OpenedRun, until: float | None) -> dict[str, Any]:
 def _sessions(run: OpenedRun, files: list[Path], until: float | None) -> tuple[list[dict[str, Any]], float | None]:
     """Return up to ``MAX_SESSIONS`` rollout sessions: those that ended last before ``until``.
 
-    Also return the time to pass as ``until`` to read earlier sessions. This time is None if there are no earlier sessions.
+    Also return the value of ``until`` for the next call, which returns earlier sessions. This value is None if there are no
+    earlier sessions.
     """
     sessions, more = [], False
     for path in files:
@@ -193,7 +194,7 @@ def _versions(run: OpenedRun, phases: list[dict[str, Any]], begin: float, end: f
     """Return the time at which each weight version became available.
 
     With a trace, this time is the end of the weight update. Without a trace, this time is when the step's metrics were
-    recorded, right after the update. Records of steps that are not trained yet are ignored. They contain only an
+    recorded, right after the update. Records of steps that are not completed are ignored. They contain only an
     evaluation, which is recorded under the number of the next training step.
     """
     data = run.data()

@@ -87,8 +87,7 @@ class JsonSpan:
     def _string(self, text: str) -> bool:
         """Scan a string, and return whether its closing quote was found.
 
-        Returns False if ``text`` ends before the closing quote, for example after a backslash. Once there is more text, the
-        scan continues at ``self.at``.
+        Returns False if ``text`` ends before the closing quote. Once there is more text, the scan continues at ``self.at``.
         """
         self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
         if self.at == len(text) or text[self.at] != '"':

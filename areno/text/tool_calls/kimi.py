@@ -1,4 +1,4 @@
-"""Kimi K2's tool-call format: special tokens around ``functions.NAME:INDEX`` and a JSON object."""
+"""Kimi K2's tool-call format: ``functions.NAME:INDEX`` and a JSON object, with special tokens before, between and after."""
 
 from areno.text.tool_calls.block_scanner import headed_json
 from areno.text.tool_calls.parser import ToolCallParser

@@ -93,9 +93,9 @@ class ScanResult:
 
     ``items`` lists, in order, what the scanned text contains: calls, malformed calls and plain text.
 
-    If ``items`` is empty, the text is a wrapper: a tag that only encloses calls of another format, such as the ``<tool_call>``
-    of Qwen3-Coder. A wrapper directly before a call is dropped. Wrappers after a call are dropped if the message contains no
-    further text. Any other wrapper is emitted as text.
+    If ``items`` is empty, the scanned text is a wrapper: a tag, such as Qwen3-Coder's ``<tool_call>``, that only encloses calls
+    of another format. If a call directly follows a wrapper, the wrapper is dropped. Wrappers after a call are dropped if the
+    message contains no further text. Any other wrapper is emitted as text.
     """
 
     end: int
@@ -130,8 +130,9 @@ class CallFormat:
 class CallShape:
     r"""The serialization of calls, used to build grammars that force a call.
 
-    The text is ``begin``, calls separated by ``separator``, and ``end``. A call is ``before``, the arguments, and
-    ``after``. In ``before``, ``{name}`` is the tool's name as a JSON string, and ``{bare_name}`` is the plain name.
+    The serialized text consists of ``begin``, the calls with ``separator`` between them, and ``end``. A call consists of
+    ``before``, the arguments, and ``after``. In ``before``, ``{name}`` is the tool's name as a JSON string, and
+    ``{bare_name}`` is the plain name.
 
     By default, the arguments are one JSON object. If ``argument_before`` and ``argument_after`` are set, these texts
     enclose each argument. In this case, strings are written verbatim, and all other values are written as JSON. In

@@ -116,7 +116,7 @@ class PolicyObjective:
 
         Args:
             rows: the rows to change in place, with ``tokens``, ``logprobs``, ``reward``, ``group`` and ``temperature``.
-            credits: rewards of segments, such as turns, which replace the rows' rewards. With credits, ``returns``
+            credits: rewards of segments, such as turns. These rewards replace the rows' rewards. With credits, ``returns``
                 is not set, and a critic is not supported.
         """
         settings = self.settings
