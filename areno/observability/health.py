@@ -271,7 +271,10 @@ class HealthMonitor:
                 "answers are right, the task is solved: stop the run, or use harder problems"
             )
         if cut:
-            return f"{seen}All responses are truncated, which may be the cause: first raise {self._limit(length)[1]}"
+            return (
+                f"{seen}All responses are truncated, and truncation may be why their rewards are equal: first raise "
+                f"{self._limit(length)[1]}"
+            )
         return (
             f"{seen}Test the reward function on a correct answer. If this answer gets a higher reward than the samples, try "
             "easier problems, a better starting model (SFT first), a higher --temperature or a larger --n-samples"

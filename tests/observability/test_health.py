@@ -256,7 +256,7 @@ def test_equal_rewards_are_explained_by_earlier_rewards():
     assert "Test the reward function on a correct answer" in never
     assert "solved" not in never
     _, unfinished = (text for step in range(9) for text in observe(cut, step, rewards=[0.0] * 4, truncated=(True,) * 2))
-    assert "All responses are truncated, which may be the cause" in unfinished
+    assert "All responses are truncated, and truncation may be why their rewards are equal" in unfinished
 
 
 def test_a_higher_limit_is_not_suggested_if_the_reward_rose_or_fell():

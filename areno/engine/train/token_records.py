@@ -15,7 +15,7 @@ from areno.types import TokenRecord, TrainSequence
 class TokenRecords:
     """Stores the log-probs and clip flags that this rank has computed since the last call of :meth:`take`.
 
-    A row's attribute ``observed`` identifies the record of the row. It is -1 if no record of the row is kept.
+    A record holds these values for one row. Its key is the row's attribute ``observed``, which is -1 for a row without a record.
     """
 
     def __init__(self) -> None:
