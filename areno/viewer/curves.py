@@ -24,7 +24,7 @@ def metric_name(data: RunData, name: str) -> str | None:
 def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -> dict[str, Any] | None:
     """Return the points of a series for a chart; None if the series was not recorded.
 
-    Args: after: the value ``next`` of an earlier response. The values of the earlier response are omitted, unless a resumed run
+    Args: after: the value ``next`` that an earlier call has returned. The values of the earlier call are omitted, unless a resumed run
     has replaced these values.
 
     Returns:

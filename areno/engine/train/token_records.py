@@ -15,7 +15,7 @@ from areno.types import TokenRecord, TrainSequence
 class TokenRecords:
     """Stores the log-probs and clip flags that this rank has computed since the last call of :meth:`take`.
 
-    A record holds these values for one row. Its key is the row's attribute ``observed``, which is -1 for a row without a record.
+    A record holds these values for one row. Its key is the row's attribute ``observed``, which is -1 for rows without a record.
     """
 
     def __init__(self) -> None:
