@@ -24,8 +24,8 @@ def metric_name(data: RunData, name: str) -> str | None:
 def curve(data: RunData, name: str, after: str = "", points: int = MAX_POINTS) -> dict[str, Any] | None:
     """Return the points of a series for a chart; None if the series was not recorded.
 
-    Args: after: the value ``next`` that an earlier call has returned. The values of the earlier call are omitted, unless a resumed run
-    has replaced these values.
+    Args: after: the value ``next`` that an earlier call has returned. The values of the earlier call are omitted, unless a
+    resumed run has replaced these values.
 
     Returns:
         - ``metric``: the recorded name
