@@ -1,7 +1,7 @@
 """Sample from unnormalized weights by inverting the cumulative distribution, in two steps.
 
-The vocabulary is divided into blocks. The first step samples a block, with the sum of its weights as the weight of the block.
-The second step samples a token of this block. Cumulative sums are computed only over the blocks' sums and within the chosen
+The vocabulary is divided into blocks. The first step draws a block, with the sum of its weights as the weight of the block.
+The second step draws a token of this block. Cumulative sums are computed only over the blocks' sums and within the chosen
 block. Sampling therefore costs about as much as summing the weights once. For 64 rows and a vocabulary of 32,000 tokens on two
 cores, sampling takes 5 ms. With a cumulative sum over the whole vocabulary, sampling would take 48 ms.
 """
