@@ -29,7 +29,7 @@ PAGES = sorted(
 OTHER_FLAGS = {
     "--help": "every command",
     "--learning-rate": "TRL",
-    "--install": "wsl",
+    "--install": "xcode-select",
     "--rate": "benchmarks/serve_load.py",
     **dict.fromkeys(("--only", "--tests-from"), "python -m tests.planted"),
     **dict.fromkeys(("--weight-version", "--enable-lora", "--max-lora-rank"), "SGLang or vLLM"),
