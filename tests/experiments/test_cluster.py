@@ -121,7 +121,7 @@ def test_a_colocated_worker_cannot_use_the_gpus_of_two_nodes():
     needs = {"actor": RoleNeed(workers=4, gpu=1), "rollout": RoleNeed(workers=1, gpu=4, beside="actor")}
     with pytest.raises(
         UsageError,
-        match=r"worker of rollout needs 4 GPUs on one node, .* of actor .* \(n0, n0, n1, n1\); .* rollout\.backend",
+        match=r"worker of rollout needs 4 GPUs on one node, .* shares with actor .* \(n0, n0, n1, n1\); .* rollout\.backend",
     ):
         place_workers(needs, ["n0", "n1"], 2)
 

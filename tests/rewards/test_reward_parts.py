@@ -60,7 +60,11 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(reward_file, records, sourc
         (["{'a': 'good'}"], "", ["returned 'good' (str) as the part a; a reward must be a finite number"]),
         (["{'a': {'b': 1}}"], "", ["(dict) as the part a; a reward must be a finite number"]),
         (["{'my part': 1}"], "", ["returned a dictionary with the keys ['my part']; return at least one key"]),
-        (["{'-a': 1}"], "", ["letters, digits, `_`, `.` and `-`, and starts with a letter or `_`"]),
+        (
+            ["{'-a': 1}"],
+            "",
+            ["each key must start with a letter or `_` and contain only letters, digits, `_`, `.` and `-`"],
+        ),
         (["{1: 1}"], "", ["returned a dictionary with the keys [1]; return at least one key"]),
         (["{}"], "", ["returned a dictionary with the keys []; return at least one key"]),
         (
