@@ -31,11 +31,12 @@ _FIRST_TASK_TRACK = 1_000_000_000
 """Tracks of asyncio tasks have numbers above this limit. Thread ids of the operating system are below the limit."""
 
 _MARKER = "areno: profile begins"
-"""Name of a marker event at the start of a torch profile.
+"""Name of the marker events at the start of a torch profile.
 
-areno reads its own clock when it records this event. The offset between the profiler's clock and areno's clock is the
-difference between the time of the event in the profile and the time that areno read.
+areno reads its own clock before and after each of these events. The offset between the profiler's clock and areno's clock is
+the difference between the time of an event in the profile and the time that areno read before it.
 """
+_MARKS = 5
 
 
 class Category(StrEnum):
@@ -213,24 +214,31 @@ def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int
     from torch import profiler
 
     with profiler.profile() as profile:
-        marked = now_us()
-        with profiler.record_function(_MARKER):
-            pass
+        marks = []
+        for _ in range(_MARKS):
+            before = now_us()
+            with profiler.record_function(_MARKER):
+                pass
+            marks.append((now_us() - before, before))
         yield
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "torch.json")
         profile.export_chrome_trace(str(path))
-        events.extend(_realigned(json.loads(path.read_text())["traceEvents"], marked, pid))
+        events.extend(_realigned(json.loads(path.read_text())["traceEvents"], marks, pid))
 
 
-def _realigned(profile: list[dict[str, Any]], marked: float, pid: int) -> Iterator[dict[str, Any]]:
+def _realigned(profile: list[dict[str, Any]], marks: list[tuple[float, float]], pid: int) -> Iterator[dict[str, Any]]:
     """Yield the profiler's events with times on areno's clock.
+
+    ``marks`` has the duration and the start of each marker event on areno's clock. The shortest one gives the offset between
+    the clocks, because a longer one may have been interrupted by another process.
 
     The events of each thread or GPU stream become a separate track, which starts with a metadata event that names the track.
     """
-    begin = next((event["ts"] for event in profile if event.get("name") == _MARKER), None)
-    if begin is None:
+    begins = sorted(event["ts"] for event in profile if event.get("name") == _MARKER)
+    if len(begins) != len(marks):
         return
+    (_, marked), begin = min(zip(marks, begins, strict=True))
     tracks: dict[tuple[Any, Any], int] = {}
     for event in profile:
         if event.get("ph") not in ("X", "i") or event["name"] == _MARKER:

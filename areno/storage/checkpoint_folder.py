@@ -30,6 +30,7 @@ from areno.storage.contents import STATE_FILE, STATE_FOLDER, check_files, read_s
 
 _log = logging.getLogger(__name__)
 
+DISK_REMEDY = "free some space, keep fewer checkpoints with --keep-checkpoints, or choose another --save-path"
 _NAME = re.compile(r"step_(\d{6,})")
 _BEST = "best"
 _PARTIAL, _REPLACED, _TRASH = ".partial-", ".replaced-", ".trash-"
@@ -49,7 +50,7 @@ class CheckpointFolder:
         self,
         root: str | Path,
         keep: int | None = None,
-        remedy: str = "free some space, keep fewer checkpoints with --keep-checkpoints, or choose another --save-path",
+        remedy: str = DISK_REMEDY,
     ) -> None:
         self.root = Path(root)
         self.best = self.root / _BEST  # the checkpoint with the best evaluation

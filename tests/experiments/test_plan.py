@@ -154,9 +154,8 @@ def test_no_sizes_are_proposed_if_the_cache_is_too_small_for_one_answer(tiny_che
     config = settings_of_kind("rl", tiny_checkpoint, tmp_path, RL | sizes)
     plan = plan_experiment(config, 8 * GIB)
 
-    def planned(
-        change,
-    ):  # the plan of a machine whose cache has room for all answers of one rollout, less `missing` tokens
+    def planned(change):
+        # The plan of a machine whose cache has room for all answers of one rollout, less `missing` tokens.
         assert plan.rollout is not None
         one = dataclasses.replace(plan.rollout, cache_tokens=1000 - missing, cache_wanted=1000 * change[CONCURRENT])
         return dataclasses.replace(plan, rollout=one)

@@ -47,9 +47,10 @@ def test_greedy_text_matches_transformers(server, reference):
 
 
 def test_a_stream_has_the_content_of_the_complete_answer(server):
-    whole = complete(server, max_tokens=30, extra_body={"return_token_ids": True})
+    # On a busy machine, a chunk has several tokens.
+    whole = complete(server, max_tokens=90, extra_body={"return_token_ids": True})
     chunks = streamed(
-        server, max_tokens=30, stream_options={"include_usage": True}, extra_body={"return_token_ids": True}
+        server, max_tokens=90, stream_options={"include_usage": True}, extra_body={"return_token_ids": True}
     )
     assert joined(chunks) == whole.choices[0].text
     assert finish_of(chunks) == "length"
@@ -58,7 +59,7 @@ def test_a_stream_has_the_content_of_the_complete_answer(server):
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
     assert all(chunk.usage is None for chunk in chunks[:-1])
-    assert len(chunks) > 2  # on a busy machine, a chunk has several tokens
+    assert len(chunks) > 10
 
 
 def test_logprobs_match_transformers(server, reference):

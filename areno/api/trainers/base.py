@@ -24,6 +24,7 @@ from areno.observability import log_lines, tracing
 from areno.observability.data_size import data_size
 from areno.observability.health import HealthMonitor, gap_limit_of
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
+from areno.storage.checkpoint_folder import DISK_REMEDY
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_layout import OPTIONS
 from areno.training.frequency import StepInfo
@@ -31,8 +32,6 @@ from areno.training.loop import PlannedStep, TrainingLoop
 from areno.training.saving import Saver
 from areno.training.state import RunState
 from areno.types import TrainSequence, tightest
-
-DISK_REMEDY = "free some space, keep fewer checkpoints with --keep-checkpoints, or choose another --save-path"
 
 _NO_LAST_STEP = 2**62
 """Placeholder for the number of steps, which depends on how many rows are too long and therefore skipped."""

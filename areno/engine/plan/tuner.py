@@ -174,10 +174,8 @@ class _Tuner:
     def _fits(self, search: _Search, value: int, planned: TrainOptions) -> bool:
         candidate = dataclasses.replace(planned, **{search.name: value})  # type: ignore[arg-type]
         plan = make_plan(candidate, self.limit)
-        expected, absent = (
-            self.held + max(self._more(plan, phase) for phase in search.phases),
-            self._absent(plan, search),
-        )
+        expected = self.held + max(self._more(plan, phase) for phase in search.phases)
+        absent = self._absent(plan, search)
         line = f"auto tune {search.name}={value}: planned {expected / _MIB:.0f} MiB"
         if expected > self.limit:
             logger.info("%s, which is above the limit", line)
