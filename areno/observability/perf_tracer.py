@@ -142,7 +142,7 @@ class PerfTracer:
 
     @contextmanager
     def step(self, global_step: int) -> Iterator[None]:
-        """Add ``global_step`` to the arguments (:data:`Args`) of each event that is recorded in the ``with`` block.
+        """Add ``global_step`` to the arguments (:data:`Args`) of each event that is recorded until the next step begins.
 
         If ``profile_steps`` contains ``global_step``, the torch profiler runs during the block.
         """
