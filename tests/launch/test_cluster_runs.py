@@ -137,9 +137,9 @@ def test_the_error_names_what_ray_lacks(toys, ray_nodes, monkeypatch):
     wanted = {"RAY_ADDRESS": ray_nodes.address, "RAY_AUTH_MODE": "disabled"}
     words = [*ray_words(), "actor.scheduling_spec.0.cpu=64"]
     output = run(toys, "ray_large", *words, environment=wanted, code=2)
-    assert "no node of the cluster has 64 CPU for a worker of actor" in output
+    assert "no node of the cluster has 64 CPU, which a worker of actor needs" in output
     output = run(toys, "ray_many", "scheduler.type=ray", "cluster.n_nodes=3", environment=wanted, code=2)
-    assert "cluster.n_nodes=3, but the ray cluster has 2 nodes" in output
+    assert "cluster.n_nodes is 3, but the ray cluster has only 2 nodes" in output
     output = run(toys, "ray_none", *ray_words(), environment={"RAY_ADDRESS": "127.0.0.1:9"}, code=2)
     assert "no Ray cluster at 127.0.0.1:9" in output
 
